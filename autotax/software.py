@@ -43,13 +43,14 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _torch_version() -> str:
+@functools.cache
+def torch_version() -> str:
     """`torch.__version__`, read from torch's file without importing torch, which takes seconds. The version in pip's metadata
-    lacks the build.
+    lacks the build. `none` without torch.
     """
     spec = importlib.util.find_spec("torch")
-    assert spec
-    assert spec.origin
+    if not spec or not spec.origin:
+        return "none"
     version: str = runpy.run_path(str(Path(spec.origin).with_name("version.py")))["__version__"]
     return version
 
@@ -76,7 +77,7 @@ def _nccl_version() -> str:
 @functools.cache
 def environment(backend: str) -> Environment:
     """The installed software that matters to `backend`."""
-    torch = _torch_version()
+    torch = torch_version()
     if backend == "cuda":
         comm = f"torch symmetric memory {torch}, nccl {_nccl_version()}"
     elif backend == "rocm":

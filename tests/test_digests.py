@@ -15,6 +15,7 @@ import pytest
 
 import autotax
 from autotax import digests as sources
+from autotax import software
 from autotax.digests import Symbol, kernel_digest, reached_from, symbol_digest
 from autotax.operators import named, operators
 from autotax.operators.registry import variant_digest
@@ -24,7 +25,10 @@ from tests.tuner.shared import DECODE, GEMM, H200
 from tests.volume import volume
 
 FOLDERS = {"all-gather-gemm": "all_gather_gemm", "flash-decode": "flash_decode"}
-VARIANTS = [(problem.op, variant) for problem in (GEMM, DECODE) for variant in space_for(problem, H200).variants]
+VARIANTS = [
+    (problem.op, variant) for problem in (GEMM, DECODE) for variant in space_for(problem, H200).variants
+    if variant not in named(problem.op).peers
+]  # fmt: skip
 
 IMPORTING = """
 import importlib, json, sys
@@ -162,12 +166,24 @@ COVERED = [symbol for variant in VARIANTS for symbol in reached_from(Symbol(*nam
 
 
 def test_all_that_kernel_modules_define_is_covered_but_for_what_spaces_use_alone() -> None:
-    variants = [variant for operator in operators().values() for variant in operator.variants.values()]
+    variants = [each for operator in operators().values() for each in (*operator.variants.values(), *operator.peers.values())]
     covered = {symbol for variant in variants for symbol in reached_from(Symbol(*variant.place))}
     modules = {symbol.module for symbol in covered}
     defined = {Symbol(module, name) for module in modules for name in sources._source(module, "autotax").bound}
     left = {symbol.name for symbol in defined - covered}
     assert left <= {"BLOCKS_M", "BLOCKS_OF_B", "TILES_BY_WORDS", "is_a_tile", "delay_kernel", "delay", "align_kernel", "Aligner"}
+
+
+def test_a_peer_has_another_digest_with_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def digests() -> tuple[str, str]:
+        variant_digest.cache_clear()
+        return variant_digest("gemm-reduce-scatter", "torch_one_shot"), variant_digest("gemm-reduce-scatter", "push")
+
+    before = digests()
+    monkeypatch.setattr(software, "torch_version", lambda: "9.9.9")
+    after = digests()
+    variant_digest.cache_clear()
+    assert before[0] != after[0] and before[1] == after[1]
 
 
 @pytest.mark.parametrize("number", [*range(0, 60, 10), *volume(*range(1, 60, 10))])

@@ -58,7 +58,7 @@ def _named_in(path: str) -> set[str]:
     """The operators that a file mentions: names of operators, problems and variants in its strings and imports."""
     if path.startswith(MODULES) and path not in GENERIC:
         return set()
-    variants = {name for operator in _built_in() for name in operator.variants if name != BASELINE}
+    variants = {name for operator in _built_in() for name in operator.variants if name not in (BASELINE, *operator.peers)}
     modules_and_problems = {*BUILT_IN.values(), *problems.__all__}
     texts, names = _words_of(files()[path])
     return texts & {*BUILT_IN, *modules_and_problems, *variants} | names & modules_and_problems

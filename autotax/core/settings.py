@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,15 @@ written.
 TRIAL_STATUSES = tuple(INVALIDITY)
 RUN_STATUSES = ("running", "done", "interrupted", "failed")
 ENDINGS = RUN_STATUSES[1:]
+
+
+OFF = ("", "0", "false", "f", "no", "n", "off")
+"""Values of an environment variable that is a switch and off."""
+
+
+def is_on(variable: str) -> bool:
+    """Whether an environment variable that is a switch is on."""
+    return os.environ.get(variable, "").strip().lower() not in OFF
 
 
 # Settings of a tuning run.

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, zip_longest
 from random import Random
 from typing import Any, Protocol
 
@@ -129,9 +129,12 @@ class Space:
         return self.variants[config.variant].why_not(config)
 
     def seeds(self) -> list[Config]:
-        """Configs worth trying first, the default of each variant before the further ones."""
+        """Configs worth trying first: the default of each variant, then the second seed of each, and so on. So a search of few
+        trials tries several seeds of every variant.
+        """
         firsts = [self.default(name) for name in self.variants]
-        others = [seed for variant in self.variants.values() for seed in variant.seeds if seed in self]
+        rounds = zip_longest(*(dict.fromkeys(variant.seeds) for variant in self.variants.values()))
+        others = [seed for seeds in rounds for seed in seeds if seed and seed in self]
         return list(dict.fromkeys(firsts + others))
 
     def default(self, variant: str) -> Config:

@@ -60,6 +60,12 @@ def bucket_key(key: str) -> str:
     return sizes.sub(_its_end, key) if sizes else key
 
 
+def _family(key: str) -> str:
+    """The key of a problem without its varying sizes."""
+    sizes = _sizes_of(key.partition("/")[0])
+    return sizes.sub("", key) if sizes else key
+
+
 def _its_end(match: re.Match[str]) -> str:
     return _end(match[0])
 
@@ -126,6 +132,10 @@ class Index:
     def of_bucket(self, key: str) -> list[IndexedWinner]:
         """The winners of all problems in the bucket of the problem with this key."""
         return self._by_bucket.get(bucket_key(key), [])
+
+    def of_family(self, key: str) -> list[IndexedWinner]:
+        """The winners of all problems that differ from the problem with this key in varying sizes alone."""
+        return [winner for other, winners in self._by_problem.items() if _family(other) == _family(key) for winner in winners]
 
     @cached_property
     def _by_bucket(self) -> dict[str, list[IndexedWinner]]:

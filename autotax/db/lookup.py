@@ -8,14 +8,16 @@ import os
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import time
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
+from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.core.terminal import printable
 from autotax.db.index import IndexedWinner, representative, spelled
@@ -33,7 +35,7 @@ class Answer(Config):
     """A config and the reason for its choice. It equals, hashes and serialises like a plain Config."""
 
     match: str = "fallback"
-    """exact, nearest, stale (only if allowed) or fallback."""
+    """exact, nearest, stale (only if allowed), invariant (only if requested) or fallback."""
     from_problem: str | None = None
     """Key of the problem that the config won; None for a fallback."""
     reason: str = ""
@@ -62,6 +64,35 @@ def answer(problem: Problem, here: Place, sources: Sequence[Source], *, allow_st
             if answered := _stale(problem, here, source, refused):
                 return answered
     return _fallback(problem, here, sources, refused)
+
+
+def invariant_answer(problem: Problem, here: Place, sources: Sequence[Source]) -> Answer:
+    """One config for all sizes up to those of the problem, whose rows have the same bits whatever the number of rows.
+
+    Of such winners of any size, the config that won most often; without one, the first such seed. Raises UsageError where the
+    operator has none.
+    """
+    from autotax.operators import registry
+    from autotax.spaces import space_for
+
+    operator, space = registry.of(problem), space_for(problem, here.hardware)
+
+    def serves(config: Config) -> bool:
+        return operator.is_invariant(problem, config) and config in space
+
+    for source in sources:
+        winners = [winner for winner in _current(source.index.of_family(problem.key), here) if serves(winner.config)]
+        if winners:
+            wins = Counter(winner.config for winner in winners)
+            best = max(winners, key=lambda winner: (wins[winner.config], winner.interval_low, winner.config_json))
+            reason = f"{source.origin}it won {wins[best.config]} sizes, and its rows do not depend on their number"
+            return _tuned(best, best.config, "invariant", reason)
+    for seed in space.seeds():
+        if serves(seed):
+            return Answer(seed.variant, seed.params, "invariant", None, "no winner keeps its bits for all sizes: a seed")
+    raise UsageError(
+        f"batch_invariant is set; no variant of {problem.op} keeps the bits of rows for {problem.key} here: leave it out"
+    )
 
 
 def is_tuned(problem: Problem, here: Place, sources: Sequence[Source]) -> bool:
@@ -101,8 +132,38 @@ def _nearest(problem: Problem, here: Place, source: Source, refused: list[str]) 
         if why_not := _space_refuses(problem, here, config):
             refused.append(f"the nearest winner, {said}, does not fit: {why_not}")
             continue
+        if (expected := winner.interval_low * _kept_share(problem, sizes, config)) < LEAST_EXPECTED and config.variant != "bsp":
+            refused.append(f"the nearest winner, {said}, is expected to be {expected:.2f}x as fast as BSP here")
+            continue
         return _tuned(winner, config, "nearest", f"{source.origin}the nearest in its bucket, {said}; {_margin(winner)} there")
     return None
+
+
+LEAST_EXPECTED = 0.98
+"""A winner of another size is taken only if it is expected to be this many times as fast as BSP."""
+LIBRARY_ROWS = 128
+"""Rows of a tile of the vendor's GEMM."""
+
+
+def _kept_share(problem: Problem, sizes: dict[str, int], config: Config) -> float:
+    """The part of a winner's speed-up over BSP that is expected to be left at the sizes of the problem.
+
+    Both times go with the operator's roofline. BSP multiplies whole tiles of all rows, the winner whole tiles of the rows of each
+    rank.
+    """
+    from autotax.operators import registry
+
+    block = config.values.get("block_m")
+    if set(sizes) != {"m"} or not isinstance(block, int):  # without tiles of its own, a winner goes with the vendor's GEMM
+        return 1.0
+    operator, ranks = registry.of(problem), problem.world_size
+
+    def us(rows: int, tile: int) -> float:
+        return operator.roofline_us(replace(problem, m=-(-rows // tile) * tile))  # type: ignore[call-arg]
+
+    there, here = sizes["m"], problem.to_dict()["m"]
+    bsp = us(here, LIBRARY_ROWS) / us(there, LIBRARY_ROWS)
+    return bsp / (us(here, block * ranks) / us(there, block * ranks))
 
 
 def _stale(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
@@ -221,6 +282,17 @@ def lookup(
         miss.count += 1
         miss.last_asked = time()
     return config
+
+
+def invariant(
+    problem: Problem, *, hardware: Hardware | None = None, db: str | Path | None = None, conditions: Conditions | None = None
+) -> Answer:
+    """One config for all sizes up to those of the problem, whose rows do not depend on how many there are: see
+    `invariant_answer`.
+    """
+    hardware = hardware or detect()
+    here = Place(hardware, environment(hardware.backend), conditions or Conditions.usual(hardware.on_gpu))
+    return invariant_answer(problem, here, sources(db))
 
 
 def peek(

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-OFF = ("", "0", "false", "f", "no", "n", "off")
+from autotax.core.settings import OFF
+
 log = logging.getLogger("autotax")
 _said: set[str] = set()
 # The dictionary inside os.environ: a look-up in os.environ would encode the variable's name at each call.

@@ -14,6 +14,7 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
+from autotax.core.settings import is_on
 from autotax.hardware import Hardware
 from autotax.heap.collective_errors import all_or_none, by_rank
 from autotax.heap.world import World
@@ -79,6 +80,41 @@ def configs_for(
     if differing:
         notes.append(f"the ranks have different configs for {', '.join(differing)}; give all ranks the same database")
     return agreed, notes
+
+
+INVARIANT_VARIABLES = ("VLLM_BATCH_INVARIANT", "SGLANG_ENABLE_DETERMINISTIC_INFERENCE")
+"""Variables of serving engines that ask for results that no batch changes."""
+
+
+def wants_invariance(given: bool | None) -> bool:
+    """Whether rows must not depend on how many there are: as given, else as a serving engine's variable asks."""
+    return any(map(is_on, INVARIANT_VARIABLES)) if given is None else given
+
+
+def invariant_config(
+    world: World, problem: Problem, hardware: Hardware, conditions: Conditions, db: str | Path | None, config: Config | None
+) -> Config:
+    """One config for all sizes up to the problem's: this one, or the answer of a look-up. Collective.
+
+    Raises UsageError on all ranks alike where rows would depend on how many there are, or ranks have different configs.
+    """
+
+    def mine() -> Config:
+        if config is None:
+            answer = lookup.invariant(problem, hardware=hardware, db=db, conditions=conditions)
+            return Config(answer.variant, answer.params)
+        if not registry.of(problem).is_invariant(problem, config):
+            raise UsageError(f"config is {config}; its rows depend on how many there are: give another, or no batch_invariant")
+        return config
+
+    from autotax.db import lookup
+    from autotax.operators import registry
+
+    chosen = all_or_none(world, mine)
+    everybody = world.gather(str(chosen), str)
+    if len(set(everybody)) > 1:
+        raise UsageError(f"the ranks have different configs ({by_rank(everybody)}): give all ranks the same database")
+    return chosen
 
 
 def _bsp(stale: str) -> str:

@@ -63,6 +63,8 @@ class AllGatherLinear(ParallelLinear):
       then, and construction is not collective. For layers of equal shapes whose calls follow each other on one stream.
     - `prove`: before look-ups, prove winners again that are stale only in software, by separate processes on the same GPUs. True,
       or the time limit in seconds (True: 60). Proven winners are stored.
+    - `batch_invariant`: one config for all sizes, whose rows have the same bits whatever their number; calls are never
+      bulk-synchronous. Needs several ranks. Default: whether VLLM_BATCH_INVARIANT or SGLANG_ENABLE_DETERMINISTIC_INFERENCE is on.
     - `check`: compare each call with those of the other ranks, which then wait for one another; default: AUTOTAX_CHECK=1 in
       the environment.
 
@@ -96,6 +98,7 @@ class AllGatherLinear(ParallelLinear):
         like: AllGatherLinear | None = None,
         check: bool | None = None,
         prove: bool | float = False,
+        batch_invariant: bool | None = None,
     ) -> None:
         columns: tuple[int, ...] = ()
         if not isinstance(weight, Tensor):
@@ -105,7 +108,10 @@ class AllGatherLinear(ParallelLinear):
         if bias is not None and not isinstance(bias, Tensor):
             bias = _behind_each_other("bias", tuple(bias), 0)
         vars(self).update(columns=columns, _keep=bool(keep_gathered))
-        super().__init__(weight, group, max_m, bias, layout, db, conditions, config, backward_config, sizes, like, check, prove)
+        super().__init__(
+            weight, group, max_m, bias, layout, db, conditions, config, backward_config, sizes, like, check, prove,
+            batch_invariant,
+        )  # fmt: skip
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -216,6 +222,10 @@ class AllGatherLinear(ParallelLinear):
                 kernel(x, weight, out)
                 hand_out(kernel, x, whole)
                 return
+            if self._invariant and self._world is not None:
+                kernel(x, weight, out)
+                all_gather(whole, x, self._world.data)
+                return
         self._plain(x, weight, out, whole)
         if self._world is None:
             whole.copy_(x)
@@ -278,10 +288,14 @@ class RowParallelLinear(ParallelLinear):
         check: bool | None = None,
         prove: bool | float = False,
         norm: AllReduceNorm | None = None,
+        batch_invariant: bool | None = None,
     ) -> None:
         norm = norm or next(iter(like._norm), None) if like else norm
         vars(self).update(_norm=(norm,) if norm else (), _apart={})
-        super().__init__(weight, group, max_m, bias, layout, db, conditions, config, backward_config, sizes, like, check, prove)
+        super().__init__(
+            weight, group, max_m, bias, layout, db, conditions, config, backward_config, sizes, like, check, prove,
+            batch_invariant,
+        )  # fmt: skip
 
     def forward(self, x: Tensor, out: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         if residual is None:

@@ -22,7 +22,7 @@ from autotax.core.problem import Problem
 from autotax.hardware import Hardware, detect
 from autotax.nn import custom_ops, groups  # noqa: F401 - custom_ops registers torch.ops.autotax.*
 from autotax.nn.base import NO_OUT, Group, Module, SizeChoice, Unknown, increment_version, nothing, remember, sizes_up_to
-from autotax.nn.consensus import DTYPES, configs_for
+from autotax.nn.consensus import DTYPES, configs_for, invariant_config, wants_invariance
 from autotax.nn.groups import on_device
 from autotax.nn.tensor_checks import (
     FREED,
@@ -95,8 +95,10 @@ class ParallelLinear(Module):
         like: Any,
         check: bool | None,
         prove: bool | float,
+        batch_invariant: bool | None,
     ) -> None:
         super().__init__(group, db, check, prove)
+        self._invariant = wants_invariance(batch_invariant)
         if layout not in LAYOUTS:
             raise UsageError(f"layout is {layout!r}; allowed are nk ([n, k]) and kn ([k, n]): give one of these")
         self._layout = layout
@@ -188,7 +190,10 @@ class ParallelLinear(Module):
     def _make(self) -> None:
         max_m, conditions, config, _, sizes = self._asked
         world, ranks = self._world, self._world.size if self._world else 1
-        problems, deployed = self._agreed(lambda: self._problems(self.weight, ranks, max_m, sizes, once=bool(config)), conditions)
+        if self._invariant and world is None:
+            raise UsageError("batch_invariant is set, and there is one rank: it is for several, give none")
+        once = bool(config) or self._invariant
+        problems, deployed = self._agreed(lambda: self._problems(self.weight, ranks, max_m, sizes, once=once), conditions)
         weight = plain("weight", self.weight.detach())
         self._shape, self._dtype, self._features = tuple(weight.shape), weight.dtype, self.sides_of(weight)
         self._usual = self._dtype, ordinal_of(self._device), self._shape
@@ -196,6 +201,8 @@ class ParallelLinear(Module):
         self._plain = self._bulk_synchronous(self._most, weight)
         if world is not None:
             hardware = detect(world.backend)
+            if self._invariant:
+                config = invariant_config(world, problems[-1], hardware, deployed, self._db, config)
             self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
 
     def sides_of(self, weight: Tensor) -> tuple[int, int]:
@@ -228,6 +235,8 @@ class ParallelLinear(Module):
         self._made = made
         ran = {rows: kernel.config for rows, kernel in made.items()}
         self._choices = tuple(SizeChoice(problem, ran.get(self._rows_of(problem)[0])) for problem in problems)
+        if self._invariant and not made:
+            raise UsageError(f"batch_invariant is set, and bulk-synchronous is not: {'; '.join(notes)}")
         self._warn(notes)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
@@ -443,7 +452,10 @@ class ParallelLinear(Module):
 
     def _choose(self, rows: int) -> Call:
         """The call for `rows` rows of x on this rank, chosen once for each shape of x. Raises UsageError for too many rows."""
-        return self._kernel(rows) or self._plain
+        kernel = self._kernel(rows)
+        if kernel is None and self._invariant:
+            raise UsageError(f"batch_invariant is set, and no kernel takes {rows} rows of x: make the layer with another config")
+        return kernel or self._plain
 
     def _kernel(self, rows: int) -> Any:
         """The tuned kernel for a call of `rows` rows of x, or None. Raises UsageError for too many."""

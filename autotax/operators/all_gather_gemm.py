@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from autotax.core.config import Config
     from autotax.hardware import Hardware
     from autotax.operators.inputs import Call, Draw
 
@@ -191,6 +192,16 @@ def bound(problem: AllGatherGemm, hardware: Hardware, _: Rates) -> dict[str, flo
 
 _KERNELS, _SPACES = "autotax.kernels.all_gather_gemm", "autotax.spaces.all_gather_gemm"
 operator.traits = _SPACES
+operator.roofline = f"{_SPACES}:base_us"
+
+
+
+def _uncut(problem: AllGatherGemm, config: Config) -> bool:
+    """Whether every tile is computed by one program, and one kernel serves all numbers of rows."""
+    aligned = problem.shard_cols * problem.item_size % 16 == 0
+    one_chunk = config.variant == "copy_engine" or int(config["chunk_rows"]) >= problem.shard_rows
+    return problem.shard == "m" and aligned and one_chunk and config.values.get("splits", 1) == 1
+
 
 # `leaves` names where a call leaves the gathered A (see kernels/all_gather_gemm/gathered.py). `whole` and `landing` hold A
 # itself. `inbox` has two slots of shards. `inboxes` is a list of them; with K sharded a slot holds all of A. Variants without
@@ -199,9 +210,9 @@ operator.variant("bsp", f"{_KERNELS}.bsp:bsp", f"{_SPACES}:bsp", role="baseline"
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed", leaves="inboxes")
 operator.variant("scaled_decomposed", f"{_KERNELS}.scaled_decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
 operator.variant("scaled_packets", f"{_KERNELS}.scaled_packets:ScaledPackets", f"{_SPACES}:scaled_packets")
-operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}:copy_engine")
+operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}:copy_engine", invariant=_uncut)
 operator.variant("pull", f"{_KERNELS}.pull:Pull", f"{_SPACES}:pull", role="ladder")
-operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push", leaves="inbox")
+operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push", leaves="inbox", invariant=_uncut)
 operator.variant(
     "push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized", leaves="inbox"
 )
@@ -215,15 +226,26 @@ operator.variant(
     leaves="inbox",
 )
 
+_PEERS = f"{_KERNELS}.peers"
+
+
+def _on_nvidia(problem: AllGatherGemm, hardware: Hardware) -> bool:
+    """Whether torch's pipeline and NCCL's protocols apply: to rows that the ranks divide."""
+    return hardware.backend == "cuda" and problem.dtype != "e4m3" and problem.shard == "m" and problem.m % problem.world_size == 0
+
+
+operator.peer("torch", f"{_PEERS}:TorchFused", where=_on_nvidia, served=True, leaves="whole")
+operator.peer("nccl_ll", f"{_PEERS}:NcclLL", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
+operator.peer("nccl_ll128", f"{_PEERS}:NcclLL128", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
 operator.peer(
-    "torch",
-    f"{_KERNELS}.peers:torch_fused",
-    where=lambda problem, hardware: hardware.backend == "cuda" and problem.shard == "m" and problem.scales != "block",
+    "torch_scaled",
+    f"{_PEERS}:TorchScaled",
+    where=lambda problem, hardware: hardware.backend == "cuda" and problem.scales in ("tensor", "row"),
 )
 for _name, _kernel in (("torch_fast", "TorchScaledFast"), ("nccl_fast", "NcclFast")):
     operator.peer(
         _name,
-        f"{_KERNELS}.peers:{_kernel}",
+        f"{_PEERS}:{_kernel}",
         where=lambda problem, hardware: hardware.backend == "cuda" and problem.scales in ("tensor", "row"),
     )
-operator.peer("product", f"{_KERNELS}.peers:product", modes=(), part="the product alone", row="cublas")
+operator.peer("product", f"{_PEERS}:product", modes=(), part="the product alone", row="cublas")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
+from autotax.core.settings import is_on
 from autotax.operators.loading import declared, load_entry_points
 
 if TYPE_CHECKING:
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
 
 P = TypeVar("P", bound=Problem)
 
-Role = Literal["baseline", "search", "ladder"]
+Role = Literal["baseline", "search", "ladder", "vendor"]
 BASELINE = "bsp"
 """The name of every operator's baseline (bulk-synchronous)."""
+ONLY_OURS_VARIABLE = "AUTOTAX_ONLY_OURS"
+"""The environment variable that leaves out variants of role `vendor`: from searches, look-ups and calls."""
 Named = str | Any
 """`module:name`, or the object itself."""
 Rates = Mapping[str, Any]
@@ -88,15 +91,17 @@ class Variant(Implementation):
     """One way to compute the operator.
 
     `role`: `baseline` is the reference of comparisons and the fallback; `search` is searched. `ladder` is measured to explain
-    where time goes, and searched only where it won before or is requested by name. `space` maps (problem, hardware) to a
-    VariantSpace, or to None where the variant does not apply; without it the variant has no parameters. `leaves` names a
-    workspace with data of a call that callers may reuse; each operator defines these names.
+    where time goes, and searched only where it won before or is requested by name; `vendor` is a Peer that may win. `space` maps
+    (problem, hardware) to a VariantSpace, or to None where the variant does not apply; without it the variant has no parameters.
+    `leaves` names a workspace with data of a call that callers may reuse; each operator defines these names. `invariant` says
+    of a problem and a config whether rows of the output have the same bits for every number of rows up to that of the problem.
     """
 
     space: Named | None = None
     role: Role = "search"
     step: Step | None = None
     leaves: str = ""
+    invariant: Callable[[Any, Config], bool] | None = None
 
     def space_for(self, problem: Problem, hardware: Hardware) -> VariantSpace | None:
         """The search space for this problem on this machine; None where the variant does not apply."""
@@ -109,21 +114,36 @@ class Variant(Implementation):
 
 
 @dataclass(frozen=True)
-class Peer(Implementation):
-    """Another implementation of the operator, or of a part of it, that `compare` measures but never stores.
+class Peer(Variant):
+    """Another implementation of the operator, or of a part of it, that `compare` measures.
 
     `modes`: `graph` and `eager` give one row each; without modes there is one row under the conditions of the comparison. A
-    `part` does only a part of the work, so it is a bound, not an alternative; its row is called `row`.
+    `part` does only a part of the work, so it is a bound, not an alternative; its row is called `row`. `where` says whether it
+    applies to a problem on a machine.
+
+    `served`: its calls can be captured, allocate nothing and write to the output, so it is also a variant that may win. Its
+    winners hold for one version of torch.
     """
 
+    role: Role = "vendor"
     modes: tuple[str, ...] = ("graph", "eager")
     part: str = ""
     row: str = ""
     where: Callable[[Any, Any], bool] = lambda problem, hardware: hardware.on_gpu  # noqa: ARG005
+    served: bool = False
+
+    def space_for(self, problem: Problem, hardware: Hardware) -> VariantSpace | None:
+        """See Variant.space_for. None also with AUTOTAX_ONLY_OURS."""
+        return super().space_for(problem, hardware) if not only_ours() and self.where(problem, hardware) else None
 
     def rows(self) -> list[str]:
         """The names of its rows in a comparison."""
         return [f"{self.name}-{mode}" for mode in self.modes] or [self.row or self.name]
+
+
+def only_ours() -> bool:
+    """Whether AUTOTAX_ONLY_OURS leaves out what others wrote."""
+    return is_on(ONLY_OURS_VARIABLE)
 
 
 class Operator(Generic[P]):
@@ -148,6 +168,10 @@ class Operator(Generic[P]):
         self.traits: str | None = None
         """The name of a module with analytical features of a config: `base_us(problem)` and `traits(problem, hardware, config)`.
         The latency model learns from them; None means no such model.
+        """
+        self.roofline: Named | None = None
+        """A function of a problem: rough microseconds of any way to compute it. Look-ups estimate from it how a winner fares at
+        other sizes of its bucket; None means equally well.
         """
         _register(self)
 
@@ -191,6 +215,7 @@ class Operator(Generic[P]):
         role: Role = "search",
         step: Step | None = None,
         leaves: str = "",
+        invariant: Callable[[Any, Config], bool] | None = None,
     ) -> Variant:
         """Declares a way to compute the operator. Raises UsageError for a name that another kernel has, and for a baseline that
         is not named `bsp`.
@@ -198,14 +223,16 @@ class Operator(Generic[P]):
         if (role == "baseline") != (name == BASELINE):
             raise UsageError(f"{self.name} declares {name!r} as {role}; the baseline, and it alone, is {BASELINE!r}: rename it")
         self._require_free(name, kernel)
-        self.variants[name] = Variant(name, kernel, space, role, step, leaves)
+        self.variants[name] = Variant(name, kernel, space, role, step, leaves, invariant)
         return self.variants[name]
 
     def peer(self, name: str, kernel: Named, **more: Any) -> Peer:
         """Declares an alternative, or a part of the work: see Peer."""
         self._require_free(name, kernel)
-        self.peers[name] = Peer(name, kernel, **more)
-        return self.peers[name]
+        peer = self.peers[name] = Peer(name, kernel, **more)
+        if peer.served:
+            self.variants[name] = peer
+        return peer
 
     def _require_free(self, name: str, kernel: Named) -> None:
         taken = self.variants.get(name) or self.peers.get(name)
@@ -245,7 +272,7 @@ class Operator(Generic[P]):
         """The part of the work that `compare` measures as a bound, if there is one."""
         return next((peer for peer in self.peers.values() if peer.part), None)
 
-    def implementation(self, name: str) -> Variant | Peer:
+    def implementation(self, name: str) -> Variant:
         """The variant or peer of this name. Raises UsageError if there is none."""
         implementation = self.variants.get(name) or self.peers.get(name)
         if not implementation:  # an installed package may declare it
@@ -256,6 +283,11 @@ class Operator(Generic[P]):
                 f"variant is {name!r}; {self.name} has {', '.join(self.variants)}: name one of these, or --load its module"
             )
         return implementation
+
+    def is_invariant(self, problem: P, config: Config) -> bool:
+        """Whether rows of the output have the same bits for every number of rows up to that of the problem."""
+        variant = self.variants.get(config.variant)
+        return bool(variant and variant.invariant and variant.invariant(problem, config))
 
     def spaces(self, problem: P, hardware: Hardware) -> dict[str, VariantSpace]:
         """The spaces of the variants that apply to the problem and the machine, in the order in which seeds are tried."""
@@ -291,10 +323,13 @@ class Operator(Generic[P]):
         """The module of `traits`, or None."""
         return importlib.import_module(self.traits) if self.traits else None
 
+    def roofline_us(self, problem: P) -> float:
+        """Rough microseconds of any way to compute the problem; 1 where that is not declared."""
+        return float(_resolve(self.roofline)(problem)) if self.roofline else 1.0
+
     def modules(self) -> Iterable[str]:
         """The modules of all kernels."""
-        implementations: list[Variant | Peer] = [*self.variants.values(), *self.peers.values()]
-        return dict.fromkeys(implementation.module for implementation in implementations)
+        return dict.fromkeys(implementation.module for implementation in (*self.variants.values(), *self.peers.values()))
 
 
 def _register(operator: Operator[Any]) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from autotax.core.config import Config
     from autotax.hardware import Hardware
     from autotax.operators.inputs import Call, Draw
 
@@ -164,50 +165,78 @@ def bound(problem: GemmReduceScatter, hardware: Hardware, _: Rates) -> dict[str,
 
 _KERNELS, _SPACES = "autotax.kernels.gemm_reduce_scatter", "autotax.spaces.gemm_reduce_scatter"
 
+operator.roofline = f"{_SPACES}:base_us"
+
+
+def _uncut(_: GemmReduceScatter, config: Config) -> bool:
+    """Whether every tile is computed by one program. Which tiles are cut depends on their number, and so on the rows."""
+    return config.values.get("splits", 1) == 1
+
+
 operator.variant("bsp", f"{_KERNELS}.bsp:bsp", f"{_SPACES}:bsp", role="baseline")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed")
-operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
-operator.variant("pull_reduce", f"{_KERNELS}.pull_reduce:PullReduce", f"{_SPACES}:pull_reduce")
-operator.variant("push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized")
+operator.variant("two_kernel", f"{_KERNELS}.two_kernel:TwoKernel", f"{_SPACES}:two_kernel")
+operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push", invariant=_uncut)
+operator.variant("pull_reduce", f"{_KERNELS}.pull_reduce:PullReduce", f"{_SPACES}:pull_reduce", invariant=_uncut)
+operator.variant(
+    "push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized", invariant=_uncut
+)
 operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}:words")
 operator.variant("scaled_decomposed", f"{_KERNELS}.scaled_decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
 operator.variant("scaled_words", f"{_KERNELS}.scaled_words:ScaledWords", f"{_SPACES}:scaled_words")
 
 
-def _with_torch(output: str) -> Callable[[GemmReduceScatter, Hardware], bool]:
-    """Whether torch's symmetric-memory kernels apply: sums support bf16 and float32, and reduce-scatter needs m to be a multiple
-    of the ranks.
-    """
+def _even(problem: GemmReduceScatter) -> bool:
+    """Whether the ranks divide the rows of a scattered output."""
+    return problem.output == "replicated" or problem.m % problem.world_size == 0
+
+
+def _with_torch(output: str, scaled: bool = False) -> Callable[[GemmReduceScatter, Hardware], bool]:
+    """Whether torch's symmetric-memory kernels apply: sums support bf16 and float32, in words of 16 bytes."""
 
     def serves(problem: GemmReduceScatter, hardware: Hardware) -> bool:
-        even = problem.m % problem.world_size == 0 or output == "replicated"
-        return hardware.backend == "cuda" and problem.output == output and problem.out_dtype != "fp16" and even
+        words = problem.out_dtype != "fp16" and problem.n * problem.item_size % 16 == 0
+        fits = hardware.backend == "cuda" and problem.output == output and (problem.dtype == "e4m3") == scaled
+        return fits and words and _even(problem)
 
     return serves
 
 
-def _with_torch_scaled(problem: GemmReduceScatter, hardware: Hardware) -> bool:
-    """Whether torch's fused operator applies. It does not take scales of blocks."""
-    return problem.scales != "block" and _with_torch("scattered")(problem, hardware)
+def _with_nccl(problem: GemmReduceScatter, hardware: Hardware) -> bool:
+    """Whether NCCL's protocols are a choice."""
+    return hardware.backend == "cuda" and problem.dtype != "e4m3" and _even(problem)
 
 
-operator.peer("torch", f"{_KERNELS}.peers:torch_fused", where=_with_torch_scaled)
+_PEERS = f"{_KERNELS}.peers"
+operator.peer("torch", f"{_PEERS}:TorchFused", where=_with_torch("scattered"), served=True)
+operator.peer("torch_reduce_scatter", f"{_PEERS}:TorchReduceScatter", where=_with_torch("scattered"), served=True)
+operator.peer("torch_one_shot", f"{_PEERS}:TorchOneShot", where=_with_torch("replicated"), served=True)
+operator.peer("torch_two_shot", f"{_PEERS}:TorchTwoShot", where=_with_torch("replicated"), served=True)
 operator.peer(
-    "torch_fast",
-    f"{_KERNELS}.peers:TorchScaledFast",
-    where=lambda problem, hardware: problem.dtype == "e4m3" and _with_torch_scaled(problem, hardware),
+    "all_to_all", f"{_PEERS}:AllToAll", where=lambda problem, _: problem.dtype != "e4m3" and _even(problem), served=True
 )
+operator.peer("nccl_ll", f"{_PEERS}:NcclLL", where=_with_nccl, modes=("graph",), served=True)
+operator.peer("nccl_ll128", f"{_PEERS}:NcclLL128", where=_with_nccl, modes=("graph",), served=True)
+
+
+def _with_scales(problem: GemmReduceScatter, hardware: Hardware) -> bool:
+    """Whether torch's fused operator applies. It does not take scales of blocks."""
+    return problem.scales in ("tensor", "row") and _with_torch("scattered", scaled=True)(problem, hardware)
+
+
+operator.peer("torch_scaled", f"{_PEERS}:TorchScaled", where=_with_scales)
+operator.peer("torch_fast", f"{_PEERS}:TorchScaledFast", where=_with_scales)
 operator.peer(
     "nccl_fast",
-    f"{_KERNELS}.peers:NcclFast",
+    f"{_PEERS}:NcclFast",
     where=lambda problem, hardware: hardware.backend == "cuda" and problem.scales in ("tensor", "row"),
 )
-operator.peer("torch_reduce_scatter", f"{_KERNELS}.peers:torch_reduce_scatter", where=_with_torch("scattered"))
-operator.peer("torch_one_shot", f"{_KERNELS}.peers:torch_one_shot", where=_with_torch("replicated"))
-operator.peer("torch_two_shot", f"{_KERNELS}.peers:torch_two_shot", where=_with_torch("replicated"))
+operator.peer("torch_reduce_scatter_scaled", f"{_PEERS}:TorchReduceScatterScaled", where=_with_torch("scattered", scaled=True))
+operator.peer("torch_one_shot_scaled", f"{_PEERS}:TorchOneShotScaled", where=_with_torch("replicated", scaled=True))
+operator.peer("torch_two_shot_scaled", f"{_PEERS}:TorchTwoShotScaled", where=_with_torch("replicated", scaled=True))
 operator.peer(
     "product",
-    f"{_KERNELS}.peers:product",
+    f"{_PEERS}:product",
     modes=(),
     part="the product alone",
     row="cublas",

@@ -10,11 +10,12 @@ from typing import Any
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.digests import Symbol, has_source, kernel_digest, symbol_digest
-from autotax.operators.declaration import Operator
+from autotax.hardware import content_digest
+from autotax.operators.declaration import Operator, Peer
 from autotax.operators.loading import broken, declared, fingerprints, import_file, load, load_built_in, load_entry_points, loaded
 
 __all__ = [
-    "broken", "fingerprints", "import_file", "kernel_of", "known", "load", "load_entry_points", "loaded", "named", "of",
+    "broken", "fingerprints", "import_file", "known", "load", "load_entry_points", "loaded", "named", "of",
     "operators", "problem_from_dict", "variant_digest",
 ]  # fmt: skip
 
@@ -45,15 +46,6 @@ def of(problem: Problem) -> Operator[Any]:
     return named(problem.op)
 
 
-def kernel_of(op: str, variant: str) -> tuple[str, str] | None:
-    """The module and the name of the kernel class of a variant or peer; None if it is not declared here."""
-    operator = _find(op)
-    try:
-        return operator.implementation(variant).place if operator else None
-    except UsageError:
-        return None
-
-
 def problem_from_dict(values: Mapping[str, Any]) -> Problem:
     """The inverse of `Problem.to_dict`; raises UsageError on an unknown operator or field."""
     name = values.get("op")
@@ -81,9 +73,19 @@ def _find(name: object) -> Operator[Any] | None:
 def variant_digest(op: str, variant: str) -> str:
     """Digest of the code that decides what a variant of an operator computes, for instance of `all-gather-gemm`, `push`.
 
-    Falls back to `kernel_digest()` for an operator or variant that is not declared here.
+    The digest of a peer covers the version of torch, which it calls. Falls back to `kernel_digest()` for an operator or variant
+    that is not declared here.
     """
-    place = kernel_of(op, variant)
-    if place is None or not has_source(place[0]):
+    found = _find(op)
+    try:
+        declaration = found.implementation(variant) if found else None
+    except UsageError:
+        declaration = None
+    if declaration is None or not has_source(declaration.module):
         return kernel_digest()
-    return symbol_digest(Symbol(*place))
+    digest = symbol_digest(Symbol(*declaration.place))
+    if not isinstance(declaration, Peer):
+        return digest
+    from autotax.software import torch_version
+
+    return content_digest({"kernel": digest, "torch": torch_version()})

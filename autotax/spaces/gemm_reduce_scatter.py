@@ -93,6 +93,13 @@ def constraints(problem: GemmReduceScatter, hardware: Hardware) -> tuple[Constra
     return (*gemm.tile_constraints(like, hardware), *gemm.split_constraints(like, hardware), flat)
 
 
+def base_us(problem: GemmReduceScatter) -> float:
+    """The maximum of the times of GEMM, links and memory, and the start, as for All-Gather + GEMM; the links carry sums."""
+    rounds = 2 if problem.output == "replicated" else 1
+    sent = rounds * (problem.world_size - 1) * problem.shard_rows * problem.n * problem.item_size
+    return max(gemm.base_us(gathered(problem)), gemm.START_US + sent / (gemm.LINK_GBPS * 1e3))
+
+
 def time_of(problem: GemmReduceScatter, hardware: Hardware, config: Config) -> float:
     """Rough microseconds of a call: waves of tiles, the links from the end of the first wave on, and the additions.
 
@@ -229,6 +236,20 @@ def _decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
     return VariantSpace("decomposed", parameters, constraints, configs)
 
 
+def two_kernel(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """How the kernel after the vendor's GEMM cuts the partial sums. None for e4m3."""
+    if problem.dtype == "e4m3":
+        return None
+    parameters: dict[str, tuple[Value, ...]] = {
+        "waves": (1, 2) if hardware.on_gpu else (1,),
+        "parts": (1, 2, 4),
+        "num_warps": (8, 16) if hardware.on_gpu else (4,),
+    }
+    warps = parameters["num_warps"]
+    configs = [Config.of("two_kernel", waves=1, parts=parts, num_warps=count) for parts in (1, 2) for count in warps[::-1]]
+    return VariantSpace("two_kernel", parameters, (), tuple(configs))
+
+
 def pull_reduce(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
     """Seeds let some programs read and add up while the others compute, because saturating reads take many programs."""
     return None if problem.dtype == "e4m3" else fused_space(problem, hardware, "pull_reduce", 32)
@@ -269,6 +290,9 @@ def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantS
     }
     constraints = (Constraint(("block_m", "block_n", "num_stages"), fits, "the pipeline does not fit in shared memory"),)
     tiles = sorted(itertools.product(BLOCKS_M, BLOCKS_N), key=lambda tile: gemm_time_of(like, hardware.processors, *tile))
+    ways = list(itertools.product((8, 4), orders[::-1]))
+    # Every tile comes up: the estimate does not know how well a tile hides the transfers.
+    points = [*itertools.product(tiles[:2], ways), *((tile, ways[0]) for tile in tiles[2:])]
     seeds = [
         Config.of(
             "push_specialized",
@@ -278,7 +302,7 @@ def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantS
             group_m=group,
             order=order,
         )
-        for (m, n), group, order in itertools.product(tiles[:2], (8, 4), orders[::-1])
+        for (m, n), (group, order) in points
     ]
     return VariantSpace("push_specialized", parameters, constraints, tuple(seeds))
 

@@ -213,10 +213,13 @@ def launched(conditions: Conditions, hardware: Hardware) -> str:
 
 
 def shown_variants(problem: Problem, hardware: Hardware, admitted: Sequence[str], *, every: bool) -> list[str]:
-    """The variants that get a separate row: on GPUs the ladder of an operator that has one, else all of them or none."""
-    ladder = [variant.name for variant in registry.of(problem).ladder if variant.name in admitted]
+    """The variants that get a separate row: on GPUs the ladder of an operator that has one, else all of them or none. Peers have
+    rows of their own.
+    """
+    operator = registry.of(problem)
+    ladder = [variant.name for variant in operator.ladder if variant.name in admitted]
     if every:
-        return list(dict.fromkeys([*ladder, *admitted]))
+        return [name for name in dict.fromkeys([*ladder, *admitted]) if name not in operator.peers]
     return ladder if hardware.on_gpu else []
 
 
@@ -226,12 +229,14 @@ def _candidates(
     modes = {mode: replace(conditions, mode=mode) for mode in ("graph", "eager")}
     modes[launched(conditions, hardware)] = conditions
     labelled: dict[str, tuple[Candidate, str | None]] = {TUNED: (Candidate(tuned.config, conditions), tuned.source)}
-    for mode in modes if hardware.on_gpu else ("eager",):
-        labelled[f"bsp-{mode}"] = Candidate(baseline.config, modes[mode]), baseline.source
+    known = {mode: under for mode, under in modes.items() if hardware.on_gpu or mode == "eager"}
+    for mode, under in known.items():
+        labelled[f"bsp-{mode}"] = Candidate(baseline.config, under), baseline.source
     for peer in registry.of(problem).peers.values():
         if peer.where(problem, hardware):
-            under = [modes[mode] for mode in peer.modes] or [conditions]
-            labelled |= {row: (Candidate(Config(peer.name), call), None) for row, call in zip(peer.rows(), under, strict=True)}
+            rows = dict(zip(peer.rows(), peer.modes or [""], strict=True))
+            made = {row: known.get(mode) if mode else conditions for row, mode in rows.items()}
+            labelled |= {row: (Candidate(Config(peer.name), call), None) for row, call in made.items() if call}
     return labelled
 
 

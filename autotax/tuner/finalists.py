@@ -70,17 +70,23 @@ class Decision:
 
 def choose_finalists(
     measured: Sequence[Measurement], failed: Collection[Config], conditions: Conditions, challengers: int = CHALLENGERS,
-    baselines: int = BASELINES,
+    baselines: int = BASELINES, vendors: Collection[str] = (),
 ) -> tuple[list[Candidate], list[Candidate]]:  # fmt: skip
     """Returns the finalists and the reserves, under the `conditions` of the round. Finalists are the fastest verified BSP
     configs, then the fastest verified others, as many as `baselines` and `challengers`. Reserves are all further verified
     configs. `failed` are configs that failed as finalists before; they are left out.
+
+    The fastest config of `vendors`, variants that others wrote, is always a finalist: a winner must not be slower than the best
+    alternative.
     """
     fit = [m for m in measured if m.status == "ok" and m.samples and m.config not in failed]
     ranked = [replace(m.candidate, conditions=conditions) for m in sorted(fit, key=lambda m: score_us(m) or 0.0)]
     bulk = [candidate for candidate in ranked if candidate.config.variant == "bsp"]
     others = [candidate for candidate in ranked if candidate.config.variant != "bsp"]
-    return bulk[:baselines] + others[:challengers], bulk[baselines:] + others[challengers:]
+    chosen, best = others[:challengers], [candidate for candidate in others if candidate.config.variant in vendors][:1]
+    if chosen and not set(best) <= set(chosen):
+        chosen[-1:] = best
+    return bulk[:baselines] + chosen, bulk[baselines:] + [candidate for candidate in others if candidate not in chosen]
 
 
 def run_finalists(

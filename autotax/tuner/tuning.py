@@ -12,6 +12,7 @@ from autotax.core.problem import Problem
 from autotax.core.settings import Settings
 from autotax.db import Store
 from autotax.hardware import Hardware
+from autotax.operators import registry
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Runner, TimeIsUp
 from autotax.software import Environment
 from autotax.spaces import Space
@@ -317,8 +318,9 @@ class _Run:
                 self.ledger.notice(f"{self.limit} leaves time for a soak of {soak} in place of {self.soak} replays")
             self.soak = soak
         finalists, reserves = choose_finalists(
-            self.measured, self._unfit(), self.ledger.conditions, challengers, baselines
-        )
+            self.measured, self._unfit(), self.ledger.conditions, challengers, baselines,
+            registry.of(self.problem).peers,
+        )  # fmt: skip
         if not any(candidate.config.variant == "bsp" for candidate in finalists) and "bsp" in self.space.variants:
             # The round cannot do without this config, and something else may have ended its trial.
             finalists.append(Candidate(self.space.default("bsp"), self.ledger.conditions))

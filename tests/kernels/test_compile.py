@@ -31,6 +31,7 @@ from autotax.kernels.offline import (
     pretend,
     resources_offline,
 )
+from autotax.operators import named
 from autotax.operators.calls import make_inputs
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.software import triton_version
@@ -111,7 +112,7 @@ JOBS: list[Job] = [
     for problems in (GEMMS, DECODES, REDUCTIONS, MERGES, GATHERS, NORMS)
     for variant in space_for(problems[target], known_hardware(target)).variants
     for config in some_configs(target, problems[target], variant)
-    if problems in (DECODES, MERGES, NORMS) or variant != "bsp"  # has no kernels of ours
+    if problems in (DECODES, MERGES, NORMS) or variant not in ("bsp", *named(problems[target].op).peers)  # no kernels of ours
 ]
 JOBS += [
     (target, problem, seed)

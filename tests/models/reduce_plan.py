@@ -9,6 +9,7 @@ from itertools import product
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels import tiling
+from autotax.operators import named
 from autotax.operators.problems import GemmReduceScatter
 from tests.models.plan import Flag, Plan, Send, Task, Wait, faults, uneven, walk
 
@@ -17,6 +18,8 @@ PROCESSORS = 4
 ADDED_ROWS, LINE = 16, 64
 """Rows that `decomposed` adds up at a time, and rows of sums that share a flag there."""
 PIECE_WORDS = 1024
+GRAIN = 256
+"""Elements by which slices of `two_kernel` are rounded up."""
 
 
 MOST_STEPS = 20_000
@@ -24,6 +27,8 @@ MOST_STEPS = 20_000
 
 def check(problem: GemmReduceScatter, config: Config) -> str | None:
     """Describes the fault of a config in one line, or returns None. None may also mean too many steps to enumerate."""
+    if config.variant == "two_kernel":
+        return slices_fault(problem, config)
     if config.variant == "words":
         small = problem.world_size * problem.world_size * problem.m * problem.n <= 40 * MOST_STEPS
         return (cut_fault(problem, config) or words_fault(problem, config)) if small else None
@@ -37,7 +42,7 @@ def check(problem: GemmReduceScatter, config: Config) -> str | None:
 def reduce_plan(problem: GemmReduceScatter, config: Config) -> Plan:
     """The plan of a call. Raises KeyError for `words`, which needs no plan: receivers poll the words themselves."""
     world = problem.world_size
-    if config.variant == "bsp":  # the vendor's GEMM computes, the collective library exchanges
+    if config.variant in ("bsp", *named(problem.op).peers):  # the vendor's GEMM computes, the library exchanges
         return Plan([[Task(rows=(0, problem.out_rows), columns=(0,))] for _ in range(world)], problem.out_rows)
     plans = {"push": _fused, "pull_reduce": _fused, "push_specialized": _specialized, "decomposed": _decomposed}
     tasks, height, units = plans[config.variant](problem, config)
@@ -48,6 +53,15 @@ def reduce_plan(problem: GemmReduceScatter, config: Config) -> Plan:
         for rank, own in enumerate(tasks):
             own += _received(problem, rank, height, units, lines, columns)
     return Plan(tasks, problem.out_rows, columns, units + (lines if replicated else 0), to_itself=True)
+
+
+def slices_fault(problem: GemmReduceScatter, config: Config) -> str | None:
+    """Checks that the slices of `two_kernel` cover the rows of a rank once. Each waits for the same slice of the other ranks."""
+    size, programs, parts = problem.out_rows * problem.n, PROCESSORS * config["waves"], config["parts"]
+    step = ceil_div(ceil_div(size, programs * parts), GRAIN) * GRAIN
+    starts = [(part * programs + program) * step for part in range(parts) for program in range(programs)]
+    covered = [element for start in starts for element in (start, min(start + step, size)) if start < size]
+    return None if covered[::2] == [0, *covered[1:-1:2]] and covered[-1] == size else f"slices are {covered}"
 
 
 def cut_fault(problem: GemmReduceScatter, config: Config) -> str | None:

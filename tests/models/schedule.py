@@ -13,6 +13,7 @@ from autotax.core.config import Config
 from autotax.core.problem import Problem, ceil_div
 from autotax.kernels import tiling
 from autotax.kernels.tiling import BLOCK_K, GROUP_ROWS, K_ALIGNMENT, last_pieces
+from autotax.operators import named
 from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
 from tests.models import reduce_plan
 from tests.models.plan import Flag, Plan, Send, Span, Task, Wait, Walk, faults, uneven, walk
@@ -89,7 +90,7 @@ def schedule(problem: Problem, config: Config) -> Plan:
 
 def _all_gather_gemm(problem: AllGatherGemm, config: Config) -> Plan:
     ranks = range(problem.world_size)
-    if config.variant == "bsp":  # the collective library waits, the vendor's GEMM computes
+    if config.variant in ("bsp", *named(problem.op).peers):  # the library waits, the vendor's GEMM computes
         return Plan([[Task(rows=(0, problem.m), columns=(0,))] for _ in ranks], problem.m)
     if config.variant == "decomposed":
         tasks = [[*_gather(problem, config, rank), *_products(problem, config, rank)] for rank in ranks]

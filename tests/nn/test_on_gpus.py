@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from autotax.core.problem import Problem
 from autotax.hardware import detect
 from autotax.heap.world import World
-from autotax.nn import AllGatherLinear, FlashDecode
-from autotax.operators.problems import AllGatherGemm
+from autotax.nn import AllGatherLinear, FlashDecode, LinearAllReduce, LinearReduceScatter
+from autotax.operators import registry
+from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.operators.problems import FlashDecode as DecodeProblem
 from autotax.operators.verification import TOLERANCE, relative_error
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from tests.nn.checks import attention, cache_of, everyones, normal, paged
+from tests.nn.test_invariance import changed, invariant_problem
 
 GPUS = min(4, torch.cuda.device_count())
 BF16 = torch.bfloat16
@@ -33,28 +37,48 @@ def gpus() -> Iterator[Ranks]:
         yield pool
 
 
-def replayed_linear(world: World, variant: str, most: int) -> float:
+def replayed_linear(world: World, layer_of: type[Any], variant: str, most: int) -> float:
     """The worst error of calls with different numbers of rows in one graph, replayed with changing inputs."""
-    problem = AllGatherGemm(most * world.size, N, K, "bf16", "m", world.size)
-    weight = normal(N, K, seed=world.rank, dtype=BF16).to(world.device)
-    layer = AllGatherLinear(weight, None, problem.m, config=space_for(problem, detect()).default(variant))
-    static = [torch.zeros(rows, K, dtype=BF16, device=world.device) for rows in ROWS if rows <= most]
+    gathers, rank, size = layer_of is AllGatherLinear, world.rank, world.size
+    problem = problem_of(layer_of, most, size)
+    weight = normal(N, K, seed=rank, dtype=BF16).to(world.device)
+    layer = layer_of(weight, None, problem.m, config=space_for(problem, detect()).default(variant))
+    given = [rows * (1 if gathers or layer_of is LinearAllReduce else size) for rows in ROWS if rows <= most]
+    static = [torch.zeros(rows, K, dtype=BF16, device=world.device) for rows in given]
     for x in static:
         layer(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outs = [layer(x) for x in static]
+    weights = [normal(N, K, seed=other, dtype=BF16).to(world.device).float() for other in range(size)]
     errors = []
     for replay in range(REPLAYS):
-        drawn = [normal(world.size * len(x), K, seed=100 * replay + i, dtype=BF16) for i, x in enumerate(static)]
-        wholes = [whole.to(world.device) for whole in drawn]
-        for x, whole in zip(static, wholes, strict=True):
-            x.copy_(whole[world.rank * len(x) : (world.rank + 1) * len(x)])
+        inputs = [
+            [normal(rows, K, seed=100 * replay + 10 * i + other, dtype=BF16) for other in range(size)]
+            for i, rows in enumerate(given)
+        ]
+        for x, drawn in zip(static, inputs, strict=True):
+            x.copy_(drawn[rank])
         graph.replay()
-        errors += [relative_error(out, whole.float() @ weight.float().t()) for out, whole in zip(outs, wholes, strict=True)]
+        for out, drawn in zip(outs, inputs, strict=True):
+            parts = [x.to(world.device).float() for x in drawn]
+            if gathers:
+                right = torch.cat(parts) @ weights[rank].t()
+            else:
+                right = sum(x @ other.t() for x, other in zip(parts, weights, strict=True))
+                right = right if layer_of is LinearAllReduce else right.chunk(size)[rank]
+            errors.append(relative_error(out, right))
     assert layer.failure() is None
     layer.close()
     return max(errors)
+
+
+def problem_of(layer_of: type[Any], most: int, size: int) -> Problem:
+    """The problem of a layer for up to `most` rows of each rank."""
+    if layer_of is AllGatherLinear:
+        return AllGatherGemm(most * size, N, K, "bf16", "m", size)
+    rows = most if layer_of is LinearAllReduce else most * size
+    return GemmReduceScatter(rows, N, K, "bf16", layer_of.OUTPUT, size)
 
 
 def replayed_decode(world: World, variant: str | None, output: str = "replicated", page: int = 0) -> float:
@@ -92,15 +116,37 @@ def replayed_decode(world: World, variant: str | None, output: str = "replicated
     return max(errors)
 
 
-LAYERS = [("bsp", MOST), ("decomposed", MOST), ("copy_engine", MOST), ("pull", MOST), ("push", MOST)]
-LAYERS += [("push_specialized", MOST), ("push_words", FEW)]
+ALONE = ("bsp", "decomposed", "copy_engine", "pull", "push", "push_specialized", "torch", "nccl_ll")
+SCATTERED = ("two_kernel", "torch", "torch_reduce_scatter", "all_to_all", "nccl_ll128")
+REPLICATED = ("two_kernel", "torch_one_shot", "torch_two_shot", "all_to_all", "nccl_ll")
+LAYERS: list[tuple[type[Any], str, int]] = [
+    *((AllGatherLinear, name, MOST) for name in ALONE),
+    (AllGatherLinear, "push_words", FEW),
+    *((LinearReduceScatter, name, MOST) for name in SCATTERED),
+    *((LinearAllReduce, name, MOST) for name in REPLICATED),
+]
 
 
-@pytest.mark.parametrize(("variant", "most"), LAYERS)
-def test_a_captured_layer_is_right_for_any_number_of_rows(gpus: Ranks, variant: str, most: int) -> None:
-    if variant not in space_for(AllGatherGemm(most * GPUS, N, K, "bf16", "m", GPUS), detect()).variants:
+@pytest.mark.parametrize(("layer_of", "variant", "most"), LAYERS)
+def test_a_captured_layer_is_right_for_any_number_of_rows(gpus: Ranks, layer_of: type[Any], variant: str, most: int) -> None:
+    if variant not in space_for(problem_of(layer_of, most, GPUS), detect()).variants:
         pytest.skip(f"{variant} is not for these GPUs")
-    assert max(gpus.run(replayed_linear, variant, most, timeout=240)) <= TOLERANCE["bf16"]
+    assert max(gpus.run(replayed_linear, layer_of, variant, most, timeout=240)) <= TOLERANCE["bf16"]
+
+
+INVARIANT = [(AllGatherLinear, "copy_engine"), (LinearReduceScatter, "push_specialized"), (LinearAllReduce, "push")]
+
+
+@pytest.mark.parametrize(("layer_of", "variant"), INVARIANT)
+def test_rows_of_a_layer_have_the_same_bits_whatever_their_number(gpus: Ranks, layer_of: type[Any], variant: str) -> None:
+    problem, here = invariant_problem(layer_of, GPUS), detect()
+    space = space_for(problem, here)
+    for config in space.variants[variant].seeds:
+        if config in space and registry.of(problem).is_invariant(problem, config):
+            for _, found in gpus.run(changed, layer_of, BF16, {"config": config}, timeout=240):
+                assert found == [], config
+            return
+    pytest.skip(f"no seed of {variant} has rows that do not depend on their number")
 
 
 @pytest.mark.parametrize("variant", [None, "bsp", "fused", "single"])

@@ -85,7 +85,7 @@ SCATTERS = [
 ]
 
 
-@pytest.mark.parametrize("variant", ["push", "decomposed", *volume("bsp")])
+@pytest.mark.parametrize("variant", ["push", "all_to_all", *volume("decomposed", "bsp")])
 def test_scattering_is_torchs_for_sums_and_averages_of_any_dimension(ranks: Ranks, tmp_path: Path, variant: str) -> None:
     problems = [scatter(m, N, K, weight) for m in (12, 16) for weight in ("nk", "kn")]
     db = database(tmp_path / "a.db", {problem: usual(problem, variant) for problem in problems})

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from autotax.db import Store, shipped
+from autotax.operators.declaration import ONLY_OURS_VARIABLE
 
 
 @pytest.fixture
@@ -19,3 +20,9 @@ def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Hides the shipped winners, which do not fit the synthetic landscapes. Returns the empty folder in their place."""
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
     return tmp_path / "shipped"
+
+
+@pytest.fixture(autouse=True)
+def only_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The synthetic landscapes know no variants that others wrote."""
+    monkeypatch.setenv(ONLY_OURS_VARIABLE, "1")

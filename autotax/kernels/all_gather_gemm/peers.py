@@ -1,28 +1,73 @@
-"""Alternatives that a tuned config is compared with, in addition to bsp: torch's fused operator, and the GEMM alone."""
+"""Alternatives that a tuned config is compared with, and that may win: torch's fused operator, NCCL in its protocols. And the GEMM
+alone, a bound.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autotax.core.config import Config
-from autotax.kernels.all_gather_gemm.bsp import ScaledBsp
+from autotax.kernels.all_gather_gemm.bsp import Bsp, ScaledBsp
 from autotax.kernels.all_gather_gemm.scaled_shards import Scaled
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
+from autotax.kernels.libraries import Nccl, group_name, keep_workspace, pipeline
 from autotax.kernels.scaled_product import FAST, LIBRARY
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
 
 class TorchFused(Kernel[AllGatherGemm]):
-    """torch.ops.symm_mem.fused_all_gather_matmul, for A sharded along M. It returns a new tensor."""
+    """The steps of torch.ops.symm_mem.fused_all_gather_matmul, in memory that is allocated once, and with the product in the output.
+    For A sharded along M.
+    """
 
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        rows = problem.world_size * problem.shard_rows
+        self.whole = context.empty((rows, problem.k), context.dtype(problem))
+        self.torch = pipeline(context, problem.shard_rows * problem.k * problem.item_size)
+        self.group = group_name(context)
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         if self.context.dry:
-            return out
-        group = self.context.world.data.group_name
-        _, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(a, [b.t()], 0, group)
-        return product[: self.problem.m]
+            return
+        columns = b.t()
+
+        def multiply(shard: Tensor, rank: int) -> None:
+            torch.mm(shard, columns, out=out[rank * len(shard) : (rank + 1) * len(shard)])
+
+        self.torch._pipelined_all_gather_and_consume(a, multiply, self.whole, self.group, True)
+        keep_workspace(self.torch, self.group)
+
+    def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any] | None:
+        """Supports numbers of rows that the ranks divide."""
+        return {"whole": self.whole[: smaller.m]} if smaller.m % smaller.world_size == 0 else None
+
+
+class _Fitting(Bsp):
+    """Bulk-synchronous, and for fewer rows too."""
+
+    def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any] | None:
+        """Supports numbers of rows that the ranks divide, for A sharded along M."""
+        if smaller.shard == "k" or smaller.m % smaller.world_size:
+            return None
+        gathered = self.gathered.view(-1)[: smaller.m * smaller.k].view(smaller.world_size, -1, smaller.k)
+        return {"gathered": gathered, "whole": gathered.view(-1, smaller.k)}
+
+
+class NcclLL(Nccl, _Fitting):
+    """Words of eight bytes, half of them flags: the fewest steps."""
+
+    PROTOCOL = "LL"
+
+
+class NcclLL128(Nccl, _Fitting):
+    """Lines of 128 bytes, eight of them flags."""
+
+    PROTOCOL = "LL128"
 
 
 class Product(Kernel[AllGatherGemm]):
@@ -103,11 +148,6 @@ class ScaledProductAlone(ScaledBsp):
             ordered = self.ordered if self.groups > 1 else self.scales.view(1, -1)[:, : self.problem.m]
             self._gathered[a.data_ptr()] = (self.whole.clone(), self.whole_scales(ordered.clone(), scales.clone()))
         self.product(*self._gathered[a.data_ptr()], b, scales_b, out)
-
-
-def torch_fused(problem: AllGatherGemm, config: Config, context: Context) -> Kernel[AllGatherGemm]:
-    """torch's operator for the problem's dtype."""
-    return (TorchScaled if problem.dtype == "e4m3" else TorchFused)(problem, config, context)
 
 
 def product(problem: AllGatherGemm, config: Config, context: Context) -> Kernel[AllGatherGemm]:

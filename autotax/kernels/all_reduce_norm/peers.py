@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from autotax.core.config import Config
 from autotax.kernels.all_reduce_norm.bsp import AfterSum
 from autotax.kernels.all_reduce_norm.norm import NormKernel
 from autotax.kernels.context import Context
+from autotax.kernels.libraries import group_name, symmetric
 from autotax.operators.all_reduce_norm import AllReduceNorm
 
 
@@ -19,13 +21,13 @@ class TorchSum(AfterSum):
 
     def room(self, problem: AllReduceNorm) -> Tensor:
         """See AfterSum.room."""
-        import torch.distributed._symmetric_memory as symm_mem
-
-        self.group = self.context.world.data.group_name
-        shape = problem.m, problem.hidden
-        self.partial = symm_mem.empty(shape, dtype=self.context.dtype(problem), device=self.context.heap.slab.device)
-        symm_mem.rendezvous(self.partial, self.group)
+        self.group = group_name(self.context)
+        self.partial = symmetric(self.context, (problem.m, problem.hidden), self.context.dtype(problem))
         return super().room(problem)
+
+    def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any]:
+        """See AfterSum.changes_for."""
+        return super().changes_for(smaller) | {"partial": self.partial[: smaller.m]}
 
     def run(
         self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float

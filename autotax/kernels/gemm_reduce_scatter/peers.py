@@ -1,7 +1,10 @@
-"""Alternatives that a tuned config is compared with, in addition to bsp: torch's operators, and the GEMM alone."""
+"""Alternatives that a tuned config is compared with, and that may win: torch's operators, the library in other ways. And the GEMM
+alone, a bound.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +18,7 @@ from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.bsp import Bsp
 from autotax.kernels.gemm_reduce_scatter.scaled_sums import Scaled
 from autotax.kernels.kernel import Kernel
+from autotax.kernels.libraries import Nccl, group_name, keep_workspace, pipeline, symmetric
 from autotax.kernels.scaled_product import FAST, LIBRARY
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
@@ -25,16 +29,31 @@ def _columns(problem: GemmReduceScatter, b: Tensor) -> Tensor:
 
 
 class TorchFused(Kernel[GemmReduceScatter]):
-    """torch.ops.symm_mem.fused_matmul_reduce_scatter, for numbers of rows that the ranks divide. It returns a new tensor."""
+    """The steps of torch.ops.symm_mem.fused_matmul_reduce_scatter, in memory that is allocated once, and with the sum in the output.
+    For numbers of rows that the ranks divide.
+    """
 
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.parts = context.empty((problem.m, problem.n), context.dtype(problem))
+        self.torch = pipeline(context, 2 * problem.shard_rows * problem.n * problem.item_size)
+        self.group = group_name(context)
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         if self.context.dry:
-            return out
-        import torch.distributed._symmetric_memory  # registers the operator
+            return
+        columns, rows = _columns(self.problem, b), self.problem.shard_rows
 
-        columns = _columns(self.problem, b)
-        result: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(a, columns, "sum", 0, self.context.world.data.group_name)
-        return result
+        def multiply(owner: int, part: Tensor) -> None:
+            torch.mm(a[owner * rows : (owner + 1) * rows], columns, out=part)
+
+        self.torch._pipelined_produce_and_all2all(multiply, self.parts, self.group)
+        torch.sum(self.parts.view(-1, rows, self.problem.n), 0, out=out)
+        keep_workspace(self.torch, self.group)
+
+    def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any] | None:
+        """Supports numbers of rows that the ranks divide."""
+        return {"parts": self.parts[: smaller.m]} if smaller.m % smaller.world_size == 0 else None
 
 
 class TorchSymmetric(Kernel[GemmReduceScatter]):
@@ -42,22 +61,22 @@ class TorchSymmetric(Kernel[GemmReduceScatter]):
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        import torch.distributed._symmetric_memory as symm_mem
-
-        rows = problem.m if problem.output == "replicated" else problem.world_size * problem.shard_rows
-        self.group = context.world.data.group_name
-        self.partial = symm_mem.empty((rows, problem.n), dtype=context.dtype(problem), device=context.heap.slab.device)
-        symm_mem.rendezvous(self.partial, self.group)
-        self.partial.zero_()
+        self.group = group_name(context)
+        self.partial = symmetric(context, (problem.m, problem.n), context.dtype(problem))
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         if not self.context.dry:
-            self.context.matmul(a, _columns(self.problem, b).t(), self.partial[: self.problem.m])
+            self.context.matmul(a, _columns(self.problem, b).t(), self.partial)
             self.add_up(out)
 
     @abstractmethod
     def add_up(self, out: Tensor) -> None:
         """Writes the sum of all ranks' `partial`, or this rank's part of the sum."""
+
+    def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any] | None:
+        """Supports any number of rows, or for a scattered output those that the ranks divide."""
+        even = smaller.output == "replicated" or smaller.m % smaller.world_size == 0
+        return {"partial": self.partial[: smaller.m]} if even else None
 
 
 class TorchReduceScatter(TorchSymmetric):
@@ -79,6 +98,53 @@ class TorchTwoShot(TorchSymmetric):
 
     def add_up(self, out: Tensor) -> None:
         torch.ops.symm_mem.two_shot_all_reduce_out(self.partial, "sum", self.group, out)
+
+
+class AllToAll(Kernel[GemmReduceScatter]):
+    """The vendor's GEMM, the library's all-to-all, and a sum by torch; for a replicated output then the library's all-gather.
+
+    Torch adds in float32 and rounds once, where the library's reduction rounds after each rank.
+    """
+
+    def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        shape = (problem.world_size, problem.shard_rows, problem.n)
+        self.partial, self.parts, self.whole = (context.empty(shape, context.dtype(problem)) for _ in range(3))
+        self.partial.zero_()  # rows of padding
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        context, problem = self.context, self.problem
+        if context.dry:
+            return
+        torch.mm(a, _columns(problem, b), out=self.partial.view(-1, problem.n)[: problem.m])
+        context.all_to_all(self.parts, self.partial)
+        if problem.output == "scattered":
+            torch.sum(self.parts, 0, out=out)
+            return
+        sums = self.parts[context.rank]
+        torch.sum(self.parts, 0, out=self.whole[0])
+        sums.copy_(self.whole[0])
+        context.all_gather(self.whole, sums)
+        out.copy_(self.whole.view(-1, problem.n)[: problem.m])
+
+    def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any] | None:
+        """Supports any number of rows. For a scattered output the ranks must divide it: padding keeps rows of earlier calls."""
+        if smaller.output == "scattered" and smaller.m % smaller.world_size:
+            return None
+        shape = (smaller.world_size, smaller.shard_rows, smaller.n)
+        return {name: getattr(self, name).view(-1)[: math.prod(shape)].view(shape) for name in ("partial", "parts", "whole")}
+
+
+class NcclLL(Nccl, Bsp):
+    """Words of eight bytes, half of them flags: the fewest steps."""
+
+    PROTOCOL = "LL"
+
+
+class NcclLL128(Nccl, Bsp):
+    """Lines of 128 bytes, eight of them flags."""
+
+    PROTOCOL = "LL128"
 
 
 class Product(Kernel[GemmReduceScatter]):
@@ -179,8 +245,4 @@ def _by_dtype(plain: Any, scaled: Any) -> Callable[[GemmReduceScatter, Config, C
     return kernel
 
 
-torch_fused = _by_dtype(TorchFused, TorchScaled)
-torch_reduce_scatter = _by_dtype(TorchReduceScatter, TorchReduceScatterScaled)
-torch_one_shot = _by_dtype(TorchOneShot, TorchOneShotScaled)
-torch_two_shot = _by_dtype(TorchTwoShot, TorchTwoShotScaled)
 product = _by_dtype(Product, ProductScaled)

@@ -1,0 +1,119 @@
+"""`batch_invariant`: rows of a result have the same bits for every number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from autotax.testing.ranks import Ranks
+
+from autotax.core.conditions import ON_CPU
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
+from autotax.db import Store
+from autotax.hardware import detect
+from autotax.heap.world import World
+from autotax.nn import AllGatherLinear, LinearAllReduce, LinearReduceScatter
+from autotax.nn.consensus import INVARIANT_VARIABLES
+from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
+from autotax.software import environment
+from autotax.spaces import space_for
+from tests.db.conftest import keep_winner
+from tests.nn.checks import normal
+
+N, K, MOST = 40, 72, 4096
+ROWS = (2, 4, 6, 30, 64, 130, 510, 768, 1026, 4096)
+LAYERS = (AllGatherLinear, LinearReduceScatter, LinearAllReduce)
+PLACE = detect("cpu"), environment("cpu"), ON_CPU
+PUSH = Config.of("push", space_for(GemmReduceScatter(64, N, K, "bf16", "replicated", 2), detect("cpu")).default("push").values)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as pool:
+        yield pool
+
+
+def everyones(world: World, own: torch.Tensor) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(gathered, own.contiguous(), group=world.data)
+    return gathered
+
+
+def invariant_problem(layer_of: type[Any], size: int) -> Problem:
+    """The problem of the most rows."""
+    if layer_of is AllGatherLinear:
+        return AllGatherGemm(MOST, N, K, "bf16", "m", size)
+    return GemmReduceScatter(MOST, N, K, "bf16", layer_of.OUTPUT, size)
+
+
+def changed(world: World, layer_of: type[Any], dtype: torch.dtype, options: dict[str, Any]) -> tuple[str, list[int]]:
+    """The variant that serves, and the numbers of rows for which a row differs from the one among the most rows."""
+    weight = normal(N, K, seed=world.rank, dtype=dtype).to(world.device)
+    layer = layer_of(weight, None, MOST, db=options.pop("db", "/nowhere/none.db"), batch_invariant=True, **options)
+    gathers, alone = layer_of is AllGatherLinear, layer_of is LinearReduceScatter
+    x = normal(MOST // world.size if gathers else MOST, K, seed=10 + world.rank, dtype=dtype).to(world.device)
+
+    def call(rows: int) -> torch.Tensor:
+        """The rows of the result, those of rank 0 first."""
+        y = layer(x[: rows // world.size if gathers else rows])
+        return torch.cat(everyones(world, y)) if alone else y
+
+    most, found = call(MOST), []
+    for rows in (*ROWS, *(() if gathers or alone else (1, 3, 257))):
+        y = call(rows)
+        same = most.view(world.size, -1, N)[:, : rows // world.size].reshape(rows, N) if gathers else most[:rows]
+        found += [] if torch.equal(y.view(torch.uint8), same.contiguous().view(torch.uint8)) else [rows]
+    variant = layer.choices[-1].config.variant
+    assert len(layer.choices) == 1
+    layer.close()
+    return variant, found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("layer_of", LAYERS)
+def test_rows_have_the_same_bits_whatever_their_number(ranks: Ranks, layer_of: type[Any], dtype: torch.dtype) -> None:
+    for variant, found in ranks.run(changed, layer_of, dtype, {}, timeout=300):
+        assert found == [], variant
+
+
+def refused(world: World, options: dict[str, Any]) -> str:
+    try:
+        LinearAllReduce(normal(N, K, seed=world.rank, dtype=torch.bfloat16), None, 64, batch_invariant=True, **options).close()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"config": Config("bsp")}, "its rows depend on how many there are"),
+        ({"config": Config.of("push", PUSH.values | {"splits": 2})}, "its rows depend on how many there are"),
+    ],
+    ids=str,
+)
+def test_what_depends_on_the_number_of_rows_is_refused(ranks: Ranks, options: dict[str, Any], told: str) -> None:
+    assert all(told in text for text in ranks.run(refused, options))
+
+
+def of_environment(world: World, db: str, value: str) -> list[str]:
+    """The variants of a layer where an engine's variable has a value."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(INVARIANT_VARIABLES[0], value)
+        layer = LinearAllReduce(normal(N, K, seed=world.rank, dtype=torch.bfloat16), None, 64, db=db, sizes=[64])
+    found = [choice.config.variant if choice.config else "bsp" for choice in layer.choices]
+    layer.close()
+    return found
+
+
+def test_an_engines_variable_asks_for_it_and_a_winner_of_another_size_answers(ranks: Ranks, tmp_path: Any) -> None:
+    db = f"sqlite:///{tmp_path}/won.db"
+    with Store.open(db) as store:
+        keep_winner(store, GemmReduceScatter(16, N, K, "bf16", "replicated", 2), Config.of("pull_reduce", PUSH.values), *PLACE)
+    assert ranks.run(of_environment, db, "1") == [["pull_reduce"]] * 2
+    assert ranks.run(of_environment, db, "0") == [["bsp"]] * 2
