@@ -1,6 +1,6 @@
 """`autotax tune` with short finals, for many sizes in little time: one baseline, two challengers, 0.25 s of each in a job.
 
-    PYTHONPATH=. python results/h100x2/all-reduce-norm/quick.py --shapes FILE --trials 8 --db norm.db
+    PYTHONPATH=. python results/h200x2/all-reduce-norm/quick.py --shapes FILE --trials 8 --db norm.db
 
 Arguments are those of `autotax tune`. Winners are verified, soaked and measured in place as ever; intervals are wider.
 """
