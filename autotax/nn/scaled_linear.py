@@ -55,22 +55,18 @@ def layout_of(scales: Tensor, n: int, k: int) -> str:
 
 
 class ScaledLinear(Module):
-    """A parallel linear layer with a weight in e4m3; see AllGatherLinear for what all layers have in common.
+    """A parallel linear layer with a weight in e4m3. AllGatherLinear describes what all layers have in common.
 
-    Args:
-        wide_class: the class of layers that does the same with a weight in bf16.
-        kind: all_gather, reduce_scatter or all_reduce.
-        weight: e4m3 [n, k], or the transposed view of it that torch._scaled_mm takes; no copy is made.
-        scales: of the weight, float32: [1], [1, n], or [ceil(n / 128), ceil(k / 128)] for blocks of 128 x 128.
-        quantize: None for an x in e4m3; `row`, `block` or `static` for an x of the type of the result. `row` takes a weight whose
-            scales are of the tensor or of rows, `static` one with a scale of the tensor.
-        input_scale: float32 [1], the scale of x with quantize `static`.
-        out_dtype: bf16 or fp16.
-        backward_weight: the weight in bf16 [n, k], for the backward. Without it a gradient is refused.
-        bias: [n], of the type of the result.
+    - `wide_class`: the class of layers that does the same with a weight in bf16. `kind`: all_gather, reduce_scatter, all_reduce.
+    - `weight`: e4m3 [n, k], or the transposed view of it that torch._scaled_mm takes. No copy is made.
+    - `scales`: of the weight, float32: [1], [1, n], or [ceil(n / 128), ceil(k / 128)] for blocks of 128 x 128.
+    - `quantize`: None for an x in e4m3. `row`, `block` or `static` for an x of the type of the result. `row` takes a weight with
+      scales of the tensor or of rows, `static` one with a scale of the tensor.
+    - `input_scale`: float32 [1], the scale of x with quantize `static`. `out_dtype`: bf16 or fp16.
+    - `backward_weight`: the weight in bf16 [n, k], for the backward. Without it a gradient is refused.
+    - `bias`: [n], of the type of the result.
 
-    Raises:
-        UsageError: on all ranks alike, for what is not allowed.
+    Raises UsageError on all ranks alike for what is not allowed.
     """
 
     weight: Tensor
