@@ -225,11 +225,17 @@ def library_product(
 
 def scales_of(values: Tensor, quantize: str, most: float = float("inf")) -> Tensor:
     """The scales of A [rows, k] with quantize `row` or `block`, in the layout of kernels; see `autotax.kernels.quantise`."""
+    import torch
+
     held = values.float()
     if quantize == "row":
-        return (held.abs().amax(-1, keepdim=True).clamp_max(most) / LARGEST).clamp_min(LEAST_ROW_SCALE)
-    groups = held.abs().view(len(held), -1, GROUP).amax(-1).clamp_min(LEAST_BLOCK) / LARGEST
-    return laid_out(groups, "block", weight=False)
+        largest = held.abs().amax(-1, keepdim=True).clamp_max(most)
+    else:
+        largest = held.abs().view(len(held), -1, GROUP).amax(-1).clamp_min(LEAST_BLOCK)
+    # On GPUs torch divides by a number as if it multiplied by the inverse. That is off by a bit, and so are codes of values that lie
+    # in the middle between two codes, of which some rows have many.
+    scales = largest / torch.full_like(largest, LARGEST)
+    return scales.clamp_min(LEAST_ROW_SCALE) if quantize == "row" else laid_out(scales, "block", weight=False)
 
 
 def quantised(values: Tensor, scales: Tensor, quantize: str) -> Tensor:
