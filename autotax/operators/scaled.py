@@ -233,8 +233,8 @@ def scales_of(values: Tensor, quantize: str, most: float = float("inf")) -> Tens
         largest = held.abs().amax(-1, keepdim=True).clamp_max(most)
     else:
         largest = held.abs().view(len(held), -1, GROUP).amax(-1).clamp_min(LEAST_BLOCK)
-    # On GPUs torch divides by a number as if it multiplied by the inverse, which is off by a bit. Some rows have many values in the
-    # middle between two codes, which then get the other code.
+    # On GPUs torch divides by a number as if it multiplied by the inverse, which is off by a bit. Some rows have many values
+    # halfway between two codes, which then get the other code.
     scales = largest / torch.full_like(largest, LARGEST)
     return scales.clamp_min(LEAST_ROW_SCALE) if quantize == "row" else laid_out(scales, "block", weight=False)
 
