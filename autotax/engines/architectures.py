@@ -9,8 +9,16 @@ products, which no operator computes: they are left out.
 from __future__ import annotations
 
 import json
+<<<<<<< HEAD
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+||||||| cf771da
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+=======
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+>>>>>>> fp8
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +26,7 @@ from autotax.core.errors import UsageError, did_you_mean
 from autotax.core.files import as_utf8, read_once
 from autotax.core.problem import Problem
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
+from autotax.operators.scaled import SCALES_OF
 
 LARGEST_FILE = 2**24
 """The most bytes of a config.json."""
@@ -66,6 +75,8 @@ class Architecture:
     attention: Attention
     notes: tuple[str, ...] = ()
     """The parts of the model that are not covered, one line each."""
+    quantize: str = ""
+    """How inputs of its FP8 weights are quantised: row, block or static; empty for other weights."""
 
     def problems(
         self, tokens: Sequence[int], *, dtype: str | None = None, train: bool = False, kv_len: int | None = None
@@ -80,7 +91,8 @@ class Architecture:
         for layer in self.layers:
             for m in tokens:
                 for problem, name in self._of_layer(layer, m, of, train):
-                    found.setdefault(problem, []).append(name)
+                    chosen = problem if dtype else self._in_fp8(problem)
+                    found.setdefault(chosen, []).append(name)
         if kv_len is not None:
             for batch in (m for m in tokens if m <= MOST_DECODED):
                 for problem, name in self._of_decode(batch, kv_len, of):
@@ -99,6 +111,15 @@ class Architecture:
             yield AllGatherGemm(m, layer.n, layer.k, dtype, "m", ranks), layer.name
             if train:
                 yield GemmReduceScatter(m, layer.k, layer.n, dtype, "scattered", ranks, "kn"), f"{layer.name}, backward"
+
+    def _in_fp8(self, problem: Problem) -> Problem:
+        """The same product with weights in e4m3 where the model has them. Sizes that e4m3 does not support keep their type."""
+        result = problem.dtype if problem.dtype in ("bf16", "fp16") else "bf16"
+        more = {"scales": SCALES_OF.get(self.quantize, ""), "quantize": self.quantize, "result": result}
+        try:
+            return replace(problem, dtype="e4m3", **more) if self.quantize else problem  # type: ignore[call-arg]
+        except UsageError:
+            return problem
 
     def _of_decode(self, batch: int, kv_len: int, dtype: str) -> Iterator[tuple[Problem, str]]:
         own, ranks = self.attention, self.ranks
@@ -131,6 +152,7 @@ def architecture_of(
     layers, notes = [*_attention(sizes, split), *_feed_forward(sizes, split)], []
     if sizes.experts:
         notes.append("its routed experts are left out: they are grouped products, which no operator computes")
+<<<<<<< HEAD
     if sizes.side_by_side:
         notes.append("its attention and MLP run side by side: a server that adds both first needs one reduction for the two")
     if (reason := sizes.without_output(train)) is None:
@@ -140,7 +162,14 @@ def architecture_of(
     stated = (of.get(name) for of in configs for name in ("torch_dtype", "dtype"))
     dtype = DTYPES.get(str(next(filter(None, stated), "")).removeprefix("torch."), "bf16")
     if any(of.get("quantization_config") for of in configs):
+||||||| cf771da
+    if quantized:
+=======
+    quantize = quantization_of(whole.get("quantization_config") or config.get("quantization_config"))
+    if quantized and not quantize:
+>>>>>>> fp8
         notes.append(f"its weights are quantized; these are the problems of {dtype} weights")
+<<<<<<< HEAD
     attention = sizes.attention()
     if sizes.assumed:
         taken = ", ".join(f"{name} {value}" for name, value in sizes.assumed.items())
@@ -160,6 +189,31 @@ def _family(configs: Sequence[Mapping[str, Any]], named: str) -> tuple[str, Fami
     guess = did_you_mean(known, FAMILIES)
     allowed = f"allowed are {', '.join(FAMILIES)}"
     raise UsageError(f"{named} has model_type {family!r}; {allowed}: {f'{guess} Or ' if guess else ''}{advice}")
+||||||| cf771da
+    return Architecture(str(family), ranks, dtype, layers, sizes.attention(), tuple(notes))
+=======
+    return Architecture(str(family), ranks, dtype, layers, sizes.attention(), tuple(notes), quantize)
+
+
+def quantization_of(stated: object) -> str:
+    """How engines quantise inputs for weights of a `quantization_config`: row, block or static; empty for other weights."""
+    if not isinstance(stated, Mapping):
+        return ""
+    method = stated.get("quant_method")
+    if method == "fp8":
+        if stated.get("weight_block_size"):
+            return "block" if list(stated["weight_block_size"]) == [128, 128] else ""
+        return "static" if stated.get("activation_scheme") == "static" else "row"
+    if method == "fbgemm_fp8":
+        return "row"
+    groups = stated.get("config_groups")
+    if method == "compressed-tensors" and isinstance(groups, Mapping) and len(groups) == 1:
+        (group,) = groups.values()
+        weights, inputs = (group.get(name) or {} for name in ("weights", "input_activations"))
+        if (weights.get("type"), weights.get("num_bits")) == ("float", 8):
+            return "row" if inputs.get("dynamic") and weights.get("strategy") in ("channel", "tensor") else ""
+    return ""
+>>>>>>> fp8
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -34,13 +34,9 @@ def e4m3(value, TARGET: tl.constexpr):
 def quantise(values, scale, most, QUANT: tl.constexpr, TARGET: tl.constexpr):
     """Quantises whole rows. Returns the bits of e4m3, uint8 in the shape of `values`, and the scales.
 
-    Args:
-        values: float32 [rows, columns], zero where there is none; with QUANT "block" a multiple of 128 columns
-        scale: the scale of QUANT "tensor", a float32 scalar; other modes ignore it
-        most: the largest magnitude that scales of QUANT "row" follow, float32; infinity for no limit
-        QUANT: "tensor", "row" or "block"
-
-    The scales are `scale` itself, [rows], or [rows, columns / 128].
+    `values` are float32 [rows, columns], zero where there is none. With QUANT "block" columns are a multiple of 128. `scale` is
+    that of QUANT "tensor". `most` is the largest magnitude that scales of QUANT "row" follow; infinity is no limit. The scales
+    are `scale` itself, [rows], or [rows, columns / 128].
     """
     ROWS: tl.constexpr = values.shape[0]
     if QUANT == "tensor":

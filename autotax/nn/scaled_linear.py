@@ -54,23 +54,34 @@ def layout_of(scales: Tensor, n: int, k: int) -> str:
     )
 
 
+def behind_each_other(weights: tuple[Tensor, ...], scales: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Several weights [n_i, k] as one, and their scales. Scales of tensors become those of rows. Raises UsageError."""
+    if len(weights) != len(scales) or len({weight.shape[1:] for weight in weights}) != 1:
+        raise UsageError(f"{len(weights)} weights, {len(scales)} scales given; weights must have equal rows: give scales for each")
+    layouts = [layout_of(scale, *weight.shape) for weight, scale in zip(weights, scales, strict=True)]
+    whole = torch.cat([weight.detach().view(torch.uint8) for weight in weights]).view(CODES)
+    if "block" not in layouts:
+        rows = [scale.reshape(1, -1).expand(1, len(weight)) for weight, scale in zip(weights, scales, strict=True)]
+        return whole, torch.cat(rows, 1)
+    if set(layouts) != {"block"} or any(len(weight) % GROUP for weight in weights[:-1]):
+        raise UsageError(f"weights have scales {', '.join(layouts)}; blocks of 128 rows must not cross weights: make several layers")
+    return whole, torch.cat(scales)
+
+
 class ScaledLinear(Module):
-    """A parallel linear layer with a weight in e4m3; see AllGatherLinear for what all layers have in common.
+    """A parallel linear layer with a weight in e4m3. AllGatherLinear describes what all layers have in common.
 
-    Args:
-        wide_class: the class of layers that does the same with a weight in bf16.
-        kind: all_gather, reduce_scatter or all_reduce.
-        weight: e4m3 [n, k], or the transposed view of it that torch._scaled_mm takes; no copy is made.
-        scales: of the weight, float32: [1], [1, n], or [ceil(n / 128), ceil(k / 128)] for blocks of 128 x 128.
-        quantize: None for an x in e4m3; `row`, `block` or `static` for an x of the type of the result. `row` takes a weight whose
-            scales are of the tensor or of rows, `static` one with a scale of the tensor.
-        input_scale: float32 [1], the scale of x with quantize `static`.
-        out_dtype: bf16 or fp16.
-        backward_weight: the weight in bf16 [n, k], for the backward. Without it a gradient is refused.
-        bias: [n], of the type of the result.
+    - `wide_class`: the class of layers that does the same with a weight in bf16. `kind`: all_gather, reduce_scatter, all_reduce.
+    - `weight`: e4m3 [n, k], or the transposed view of it that torch._scaled_mm takes. No copy is made.
+      Several weights [n_i, k] share one gather and one product: they are copied once into one `weight`. Each has its scales.
+    - `scales`: of the weight, float32: [1], [1, n], or [ceil(n / 128), ceil(k / 128)] for blocks of 128 x 128.
+    - `quantize`: None for an x in e4m3. `row`, `block` or `static` for an x of the type of the result. `row` takes a weight with
+      scales of the tensor or of rows, `static` one with a scale of the tensor.
+    - `input_scale`: float32 [1], the scale of x with quantize `static`. `out_dtype`: bf16 or fp16.
+    - `backward_weight`: the weight in bf16 [n, k], for the backward. Without it a gradient is refused.
+    - `bias`: [n], of the type of the result.
 
-    Raises:
-        UsageError: on all ranks alike, for what is not allowed.
+    Raises UsageError on all ranks alike for what is not allowed.
     """
 
     weight: Tensor
@@ -86,8 +97,8 @@ class ScaledLinear(Module):
         self,
         wide_class: Any,
         kind: str,
-        weight: Tensor,
-        scales: Tensor | None,
+        weight: Tensor | Sequence[Tensor],
+        scales: Tensor | Sequence[Tensor] | None,
         group: dist.ProcessGroup | None = None,
         max_m: int = 8192,
         *,
@@ -113,6 +124,11 @@ class ScaledLinear(Module):
         if (input_scale is None) == (quantize == "static"):
             needed = "needs" if quantize == "static" else "takes no"
             raise UsageError(f"quantize is {quantize!r}, which {needed} input_scale, float32 [1]: see ScaledLinear")
+        columns: tuple[int, ...] = ()
+        if not isinstance(weight, Tensor):
+            columns = tuple(part.shape[0] for part in weight)
+            weight, scales = behind_each_other(tuple(weight), tuple(scales))
+        assert isinstance(scales, Tensor)
         if weight.dim() == 2 and not weight.is_contiguous() and weight.t().is_contiguous():
             weight = weight.t()
         n, k = weight.shape
@@ -132,7 +148,7 @@ class ScaledLinear(Module):
                 self.register_parameter(name, tensor)
             else:
                 self.register_buffer(name, tensor)
-        self._wide_class = wide_class
+        self._wide_class, self.columns = wide_class, columns
         self.kind, self.layout, self.quantize, self.out_dtype = kind, layout, quantize, out_dtype
         self._asked = max_m, conditions, config, sizes
         if not weight.is_meta:
@@ -229,7 +245,12 @@ class ScaledLinear(Module):
 
     def forward(
         self, x: Tensor, scales: Tensor | None = None, out: Tensor | None = None, residual: Tensor | None = None
-    ) -> Tensor:
+    ) -> Any:
+        """The result, or a tuple of views of it for several weights."""
+        y = self._forward(x, scales, out, residual)
+        return y.split(self.columns, -1) if self.columns else y
+
+    def _forward(self, x: Tensor, scales: Tensor | None, out: Tensor | None, residual: Tensor | None) -> Tensor:
         if is_compiling():
             if torch.is_grad_enabled() and recorded(x, residual, out):
                 raise UsageError(NO_GRADIENT)
@@ -410,7 +431,8 @@ def made_for(wide_class: Any, kind: str, arguments: tuple[Any, ...], options: di
     """The layer for the arguments of `wide_class` if their weight is e4m3, else None. Raises UsageError."""
     options = dict(options)
     weight = arguments[0] if arguments else options.pop("weight", None)
-    if not isinstance(weight, Tensor) or weight.dtype is not CODES:
+    first = weight[0] if isinstance(weight, list | tuple) and weight else weight
+    if not isinstance(first, Tensor) or first.dtype is not CODES:
         if "scales" in options or "quantize" in options:
             kind_of = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
             raise UsageError(f"scales or quantize are given for a weight of {kind_of}; only {CODES} takes them: leave them out")

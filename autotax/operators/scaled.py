@@ -206,13 +206,14 @@ def dequantised(values: Tensor, scales: Tensor, layout: str, *, weight: bool) ->
 def library_product(
     a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, layout: str, out: Tensor, *, fast: bool = False
 ) -> None:
-    """out = A @ B.T by the vendor's library. CPU ranks multiply the dequantised numbers in float32.
+    """out = A @ B.T by the vendor's library. `fast` sums have fewer bits.
 
-    Scales of blocks have strides (1, m), and k is a multiple of 512, else the library refuses. `fast` sums have fewer bits.
+    CPU ranks multiply the dequantised numbers in float32. So do GPUs for scales of blocks whose sizes the library refuses.
     """
     import torch
 
-    if not a.is_cuda:
+    aligned = a.shape[1] % (4 * GROUP) == 0 and len(a) % 4 == 0
+    if not a.is_cuda or (layout == "block" and not aligned):
         left = dequantised(a, scales_a, layout, weight=False)
         out.copy_(left @ dequantised(b, scales_b, layout, weight=True).t())
         return
@@ -225,11 +226,17 @@ def library_product(
 
 def scales_of(values: Tensor, quantize: str, most: float = float("inf")) -> Tensor:
     """The scales of A [rows, k] with quantize `row` or `block`, in the layout of kernels; see `autotax.kernels.quantise`."""
+    import torch
+
     held = values.float()
     if quantize == "row":
-        return (held.abs().amax(-1, keepdim=True).clamp_max(most) / LARGEST).clamp_min(LEAST_ROW_SCALE)
-    groups = held.abs().view(len(held), -1, GROUP).amax(-1).clamp_min(LEAST_BLOCK) / LARGEST
-    return laid_out(groups, "block", weight=False)
+        largest = held.abs().amax(-1, keepdim=True).clamp_max(most)
+    else:
+        largest = held.abs().view(len(held), -1, GROUP).amax(-1).clamp_min(LEAST_BLOCK)
+    # On GPUs torch divides by a number as if it multiplied by the inverse, which is off by a bit. Some rows have many values
+    # halfway between two codes, which then get the other code.
+    scales = largest / torch.full_like(largest, LARGEST)
+    return scales.clamp_min(LEAST_ROW_SCALE) if quantize == "row" else laid_out(scales, "block", weight=False)
 
 
 def quantised(values: Tensor, scales: Tensor, quantize: str) -> Tensor:

@@ -360,9 +360,17 @@ def scaled_packets(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace |
     warm: tuple[Value, ...] = (0, 8, 16, 32) if hardware.backend == "cuda" else (0,)
     usual = warm[min(2, len(warm) - 1)]
     products = scaled.choices(problem, problem.m, hardware, library=False)
-    seeds = [Config.of("scaled_packets", each, warm=size) for each, size in itertools.product(products[:4], (usual, 0))]
-    parameters = scaled.parameters(problem, problem.m, hardware, library=False) | {"warm": warm}
-    return VariantSpace("scaled_packets", parameters, seeds=tuple(dict.fromkeys(seeds)))
+    most: tuple[Value, ...] = (1, 2) if hardware.backend == "cuda" else (1,)
+    together = Constraint(
+        ("product", "per_processor"),
+        lambda name, count: count * scaled.shared_bytes(name) <= hardware.shared_memory or count == 1,
+        "programs that wait for each other do not fit on the processors together",
+    )
+    parameters = scaled.parameters(problem, problem.m, hardware, library=False) | {"warm": warm, "per_processor": most}
+    found = VariantSpace("scaled_packets", parameters, (together,))
+    ways = itertools.product(products[:4], reversed(most), (0, usual))
+    seeds = [Config.of("scaled_packets", each, warm=size, per_processor=count) for each, count, size in ways]
+    return replace(found, seeds=tuple(seed for seed in dict.fromkeys(seeds) if found.why_not(seed) is None))
 
 
 def copy_engine(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:

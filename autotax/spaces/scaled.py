@@ -42,6 +42,12 @@ def tiles(rows: int, hardware: Hardware) -> tuple[Value, ...]:
     return tuple("x".join(map(str, (high, *tile))) for high in heights(rows, hardware) for tile in table[high])
 
 
+def shared_bytes(name: Value) -> int:
+    """About the shared memory of a program with these tiles: its stages, and a little for barriers."""
+    high, columns, stages, _ = map(int, str(name).split("x"))
+    return (high + columns) * GROUP * stages + 4096
+
+
 def splits_for(name: Value, rows: int, n: int, hardware: Hardware) -> int:
     """The fewest parts along K with which the tiles of a product occupy all processors."""
     if name == LIBRARY:

@@ -104,6 +104,26 @@ def test_results(ranks: Ranks, kind: str, layout: str, quantize: str, tuned: boo
     assert max(map(max, found)) < TOLERANCE
 
 
+def several(world: World, layout: str) -> bool:
+    """Whether two weights in one layer give the bits of two layers."""
+    pairs = [weight_of(layout, seed) for seed in (1, 2)]
+    pairs = [(torch.cat([weight, weight[:32]]), scales) for weight, scales in pairs] if layout == "block" else pairs
+    given: dict[str, Any] = {"quantize": layout}
+    both = AllGatherLinear([weight for weight, _ in pairs], None, M * WORLD, scales=[scales for _, scales in pairs], **given)
+    each = [AllGatherLinear(weight, None, M * WORLD, scales=scales, **given) for weight, scales in pairs]
+    x = x_of(world.rank, M)
+    alike = all(torch.equal(found, layer(x)) for found, layer in zip(both(x), each, strict=True))
+    world.barrier()
+    for layer in (both, *each):
+        layer.close()
+    return alike
+
+
+@pytest.mark.parametrize("layout", ["row", "block"])
+def test_several_weights_share_one_gather(ranks: Ranks, layout: str) -> None:
+    assert ranks.run(several, layout, timeout=120) == [True] * WORLD
+
+
 def refusals_of(world: World) -> list[str]:
     weight, scales = weight_of("row", world.rank)
     x = x_of(world.rank, M)

@@ -1,7 +1,8 @@
 """scaled_packets: `push_packets` for e4m3. Bytes and scales of a shard travel as words that carry the number of their call.
 
 Between sending and receiving, `warm` MiB of B are loaded into the L2: nothing else uses the memory while words are under way.
-`push_packets` says why every wait ends and no word is mistaken for one of another call. The scales have boxes of their own, behind
+`push_packets` says why every wait ends and no word is mistaken for one of another call. With `per_processor` 2 two programs share a
+processor; the space allows that only where both fit, so that all are resident. The scales have boxes of their own, behind
 those of the bytes.
 """
 
@@ -98,7 +99,7 @@ class ScaledPackets(Scaled):
         strides = of_all.stride() if of_all.dim() == 2 else (0, 0)
         context.launch(
             scaled_packets_kernel,
-            (context.processors,),
+            (context.processors * self.config["per_processor"],),
             codes.view(-1).view(torch.int32), scales.t().view(torch.int32) if self.groups else self.scales.view(torch.int32),
             self.whole.view(-1).view(torch.int32), self.scales.view(torch.int32), self.words, self.scale_words,
             tile.view(self.whole[: problem.m], tile.rows), of_all, *strides, tile.view(b, tile.columns), b.view(torch.int32), scales_b, out,
