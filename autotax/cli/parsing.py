@@ -112,10 +112,10 @@ def _flattened(name: str, function: Function, op: str | None) -> Function:
             field = options.flags(sorted(twice))
             raise UsageError(f"{operator.name} has a field {field}, which is an option of autotax {name}: rename the field")
         filled = {part: groups[part](**{option: given[option] for option in own}) for part, own in parts.items()}
-        for group in filled.values():
-            if hasattr(group, "check"):
-                group.check()
         try:
+            for group in filled.values():
+                if hasattr(group, "check"):
+                    group.check()
             return function(**filled)
         except KeyboardInterrupt:
             raise Interrupted("interrupted; unfinished work is not kept") from None
