@@ -114,13 +114,19 @@ def _flattened(name: str, function: Function, op: str | None) -> Function:
             field = options.flags(sorted(twice))
             raise UsageError(f"{operator.name} has a field {field}, which is an option of autotax {name}: rename the field")
         filled = {part: groups[part](**{option: given[option] for option in own}) for part, own in parts.items()}
-        for group in filled.values():
-            if hasattr(group, "check"):
-                group.check()
         try:
+<<<<<<< HEAD
             # With --json the document is the only thing on stdout, whatever a loaded module prints.
             with redirect_stdout(sys.stderr) if given.get("as_json") else nullcontext():
                 return function(**filled)
+||||||| 931be88
+            return function(**filled)
+=======
+            for group in filled.values():
+                if hasattr(group, "check"):
+                    group.check()
+            return function(**filled)
+>>>>>>> contact
         except KeyboardInterrupt:
             raise Interrupted("interrupted; unfinished work is not kept") from None
         except SystemExit as ended:  # no command raises it: 0 would pass for success

@@ -65,7 +65,7 @@ def test_two_nodes_an_interrupt_and_the_same_command_again(cluster: Any, url: st
         assert len(left_running(cluster.mark)) > 1
         first.send_signal(signal.SIGINT)
         out, err = first.communicate(timeout=60)
-        assert first.returncode == 1 and "run the same command again" in err, err
+        assert first.returncode == 130 and "run the same command again" in err, err
         assert json.loads(out.splitlines()[-1])["event"] == "interrupted"
     assert {event["host"] for event in heard if event["event"] == "host joined"} == {f"{os.uname().nodename}#{i}" for i in (0, 1)}
     with nothing_left(cluster.mark):
