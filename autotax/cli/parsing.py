@@ -124,6 +124,8 @@ def _flattened(name: str, function: Function, op: str | None) -> Function:
         except KeyboardInterrupt:
             raise Failed("interrupted; unfinished work is not kept") from None
         except SystemExit as ended:  # no command raises it: 0 would pass for success
+            if isinstance(ended.__context__, BrokenPipeError):  # the library that prints tables does
+                raise ended.__context__ from None
             raise Failed(f"a loaded module ended the program (exit code {ended.code}): mend it, or take out its --load") from None
 
     run.__doc__ = function.__doc__
