@@ -130,7 +130,15 @@ def _flattened(name: str, function: Function, op: str | None) -> Function:
         except KeyboardInterrupt:
             raise Interrupted("interrupted; unfinished work is not kept") from None
         except SystemExit as ended:  # no command raises it: 0 would pass for success
+<<<<<<< HEAD
             raise Failed(f"a loaded module ended the program (exit code {ended.code}): mend it, or take it out") from None
+||||||| d564b6d
+            raise Failed(f"a loaded module ended the program (exit code {ended.code}): mend it, or take out its --load") from None
+=======
+            if isinstance(ended.__context__, BrokenPipeError):  # the library that prints tables does
+                raise ended.__context__ from None
+            raise Failed(f"a loaded module ended the program (exit code {ended.code}): mend it, or take out its --load") from None
+>>>>>>> edges
 
     run.__doc__ = function.__doc__
     run.__annotations__ = {option: hint for option, (hint, _) in together.items()}

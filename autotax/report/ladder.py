@@ -77,7 +77,8 @@ def _ladder(document: Document) -> Ladder:
 def _ratio(before: dict[str, Any] | None, row: dict[str, Any]) -> float | None:
     if before is None:
         return None
-    return statistics.median(b / r for b, r in zip(before["rounds_us"], row["rounds_us"], strict=False))
+    ratios = [b / r for b, r in zip(before["rounds_us"], row["rounds_us"], strict=False) if b > 0 and r > 0]
+    return statistics.median(ratios) if ratios else None
 
 
 def _rungs(ladders: Sequence[Ladder]) -> list[str]:
