@@ -115,30 +115,18 @@ def _flattened(name: str, function: Function, op: str | None) -> Function:
             raise UsageError(f"{operator.name} has a field {field}, which is an option of autotax {name}: rename the field")
         filled = {part: groups[part](**{option: given[option] for option in own}) for part, own in parts.items()}
         try:
-<<<<<<< HEAD
-            # With --json the document is the only thing on stdout, whatever a loaded module prints.
-            with redirect_stdout(sys.stderr) if given.get("as_json") else nullcontext():
-                return function(**filled)
-||||||| 931be88
-            return function(**filled)
-=======
             for group in filled.values():
                 if hasattr(group, "check"):
                     group.check()
-            return function(**filled)
->>>>>>> contact
+            # With --json the document is the only thing on stdout, whatever a loaded module prints.
+            with redirect_stdout(sys.stderr) if given.get("as_json") else nullcontext():
+                return function(**filled)
         except KeyboardInterrupt:
             raise Interrupted("interrupted; unfinished work is not kept") from None
         except SystemExit as ended:  # no command raises it: 0 would pass for success
-<<<<<<< HEAD
-            raise Failed(f"a loaded module ended the program (exit code {ended.code}): mend it, or take it out") from None
-||||||| d564b6d
-            raise Failed(f"a loaded module ended the program (exit code {ended.code}): mend it, or take out its --load") from None
-=======
             if isinstance(ended.__context__, BrokenPipeError):  # the library that prints tables does
                 raise ended.__context__ from None
-            raise Failed(f"a loaded module ended the program (exit code {ended.code}): mend it, or take out its --load") from None
->>>>>>> edges
+            raise Failed(f"a loaded module ended the program (exit code {ended.code}): mend it, or take it out") from None
 
     run.__doc__ = function.__doc__
     run.__annotations__ = {option: hint for option, (hint, _) in together.items()}

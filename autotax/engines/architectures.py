@@ -9,16 +9,8 @@ products, which no operator computes: they are left out.
 from __future__ import annotations
 
 import json
-<<<<<<< HEAD
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-||||||| cf771da
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-=======
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
->>>>>>> fp8
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +144,6 @@ def architecture_of(
     layers, notes = [*_attention(sizes, split), *_feed_forward(sizes, split)], []
     if sizes.experts:
         notes.append("its routed experts are left out: they are grouped products, which no operator computes")
-<<<<<<< HEAD
     if sizes.side_by_side:
         notes.append("its attention and MLP run side by side: a server that adds both first needs one reduction for the two")
     if (reason := sizes.without_output(train)) is None:
@@ -161,20 +152,15 @@ def architecture_of(
         notes.append(f"its output layer (lm_head) is left out: {reason}")
     stated = (of.get(name) for of in configs for name in ("torch_dtype", "dtype"))
     dtype = DTYPES.get(str(next(filter(None, stated), "")).removeprefix("torch."), "bf16")
-    if any(of.get("quantization_config") for of in configs):
-||||||| cf771da
-    if quantized:
-=======
-    quantize = quantization_of(whole.get("quantization_config") or config.get("quantization_config"))
+    quantized = next((of["quantization_config"] for of in configs if of.get("quantization_config")), None)
+    quantize = quantization_of(quantized)
     if quantized and not quantize:
->>>>>>> fp8
         notes.append(f"its weights are quantized; these are the problems of {dtype} weights")
-<<<<<<< HEAD
     attention = sizes.attention()
     if sizes.assumed:
         taken = ", ".join(f"{name} {value}" for name, value in sizes.assumed.items())
         notes.append(f"its config leaves out what transformers takes by default: {taken}")
-    return Architecture(family, ranks, dtype, tuple(layers), attention, tuple(notes))
+    return Architecture(family, ranks, dtype, tuple(layers), attention, tuple(notes), quantize)
 
 
 def _family(configs: Sequence[Mapping[str, Any]], named: str) -> tuple[str, Family]:
@@ -189,10 +175,6 @@ def _family(configs: Sequence[Mapping[str, Any]], named: str) -> tuple[str, Fami
     guess = did_you_mean(known, FAMILIES)
     allowed = f"allowed are {', '.join(FAMILIES)}"
     raise UsageError(f"{named} has model_type {family!r}; {allowed}: {f'{guess} Or ' if guess else ''}{advice}")
-||||||| cf771da
-    return Architecture(str(family), ranks, dtype, layers, sizes.attention(), tuple(notes))
-=======
-    return Architecture(str(family), ranks, dtype, layers, sizes.attention(), tuple(notes), quantize)
 
 
 def quantization_of(stated: object) -> str:
@@ -213,7 +195,6 @@ def quantization_of(stated: object) -> str:
         if (weights.get("type"), weights.get("num_bits")) == ("float", 8):
             return "row" if inputs.get("dynamic") and weights.get("strategy") in ("channel", "tensor") else ""
     return ""
->>>>>>> fp8
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 
+from autotax.core.problem import power_of_two
 from autotax.heap.base import Heap, HeapError
 from autotax.heap.collective_errors import agreed, apart, together
 from autotax.heap.world import World
 
 LEAST = 4 << 20
 """Bytes of the heaps that find out which allocators work."""
+CHUNK = 256 << 20
+"""Iris maps memory in chunks of this size. A smaller heap is one chunk, whose size must be a power of two."""
 SLACK = 32 << 20
 """Bytes in addition to the slab, for Iris's rounding and its own use."""
 
@@ -45,7 +48,7 @@ class IrisHeap(Heap):
         options = {"allocator_type": allocator} if allocator else {}
 
         def allocate() -> tuple[Any, torch.Tensor, list[int]]:
-            context = iris.iris(size + SLACK, **options)
+            context = iris.iris(_in_chunks(size + SLACK), **options)
             slab = context.empty((size,), dtype=torch.uint8)
             # The bases must be read after the allocation, which may change them.
             heap_bases = [int(base) for base in context.get_heap_bases().tolist()]
@@ -90,6 +93,11 @@ def _import_iris() -> ModuleType:
             f"the module {iris.__file__} is another project called iris; `pip uninstall` it, then `{INSTALL}`"
         )
     return iris
+
+
+def _in_chunks(nbytes: int) -> int:
+    """The size of a heap in which `nbytes` fit and that Iris can map."""
+    return power_of_two(nbytes) if nbytes < CHUNK else nbytes
 
 
 def _allocators(iris: ModuleType, world: World) -> list[str]:
