@@ -64,7 +64,7 @@ def behind_each_other(weights: tuple[Tensor, ...], scales: tuple[Tensor, ...]) -
         rows = [scale.reshape(1, -1).expand(1, len(weight)) for weight, scale in zip(weights, scales, strict=True)]
         return whole, torch.cat(rows, 1)
     if set(layouts) != {"block"} or any(len(weight) % GROUP for weight in weights[:-1]):
-        raise UsageError(f"weights have scales {', '.join(layouts)}; blocks of 128 rows must lie in one weight: make several layers")
+        raise UsageError(f"weights have scales {', '.join(layouts)}; blocks must lie in one weight: make several layers")
     return whole, torch.cat(scales)
 
 
