@@ -234,7 +234,10 @@ def _on_nvidia(problem: AllGatherGemm, hardware: Hardware) -> bool:
     return hardware.backend == "cuda" and problem.dtype != "e4m3" and problem.shard == "m" and problem.m % problem.world_size == 0
 
 
-operator.peer("torch", f"{_PEERS}:TorchFused", where=_on_nvidia, served=True, leaves="whole")
+operator.peer("torch", f"{_PEERS}:TorchFused", where=_on_nvidia)
+operator.peer(
+    "torch_pipeline", f"{_PEERS}:TorchPipeline", where=_on_nvidia, modes=("graph",), served=True, leaves="whole"
+)
 operator.peer("nccl_ll", f"{_PEERS}:NcclLL", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
 operator.peer("nccl_ll128", f"{_PEERS}:NcclLL128", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
 operator.peer(

@@ -208,7 +208,10 @@ def _with_nccl(problem: GemmReduceScatter, hardware: Hardware) -> bool:
 
 
 _PEERS = f"{_KERNELS}.peers"
-operator.peer("torch", f"{_PEERS}:TorchFused", where=_with_torch("scattered"), served=True)
+operator.peer("torch", f"{_PEERS}:TorchFused", where=_with_torch("scattered"))
+operator.peer(
+    "torch_pipeline", f"{_PEERS}:TorchPipeline", where=_with_torch("scattered"), modes=("graph",), served=True
+)
 operator.peer("torch_reduce_scatter", f"{_PEERS}:TorchReduceScatter", where=_with_torch("scattered"), served=True)
 operator.peer("torch_one_shot", f"{_PEERS}:TorchOneShot", where=_with_torch("replicated"), served=True)
 operator.peer("torch_two_shot", f"{_PEERS}:TorchTwoShot", where=_with_torch("replicated"), served=True)

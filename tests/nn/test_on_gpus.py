@@ -116,8 +116,8 @@ def replayed_decode(world: World, variant: str | None, output: str = "replicated
     return max(errors)
 
 
-ALONE = ("bsp", "decomposed", "copy_engine", "pull", "push", "push_specialized", "torch", "nccl_ll")
-SCATTERED = ("two_kernel", "torch", "torch_reduce_scatter", "all_to_all", "nccl_ll128")
+ALONE = ("bsp", "decomposed", "copy_engine", "pull", "push", "push_specialized", "torch_pipeline", "nccl_ll")
+SCATTERED = ("two_kernel", "torch_pipeline", "torch_reduce_scatter", "all_to_all", "nccl_ll128")
 REPLICATED = ("two_kernel", "torch_one_shot", "torch_two_shot", "all_to_all", "nccl_ll")
 LAYERS: list[tuple[type[Any], str, int]] = [
     *((AllGatherLinear, name, MOST) for name in ALONE),

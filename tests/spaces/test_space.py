@@ -252,7 +252,7 @@ def test_why_not_names_the_constraint_and_the_values(problem: Problem, variant: 
 def test_why_not_names_what_is_not_a_parameter_or_a_choice() -> None:
     space = space_for(GEMM, H200)
     default = space.default("pull")
-    known = "bsp, decomposed, copy_engine, pull, push, push_two_kernel, torch, nccl_ll, nccl_ll128"
+    known = "bsp, decomposed, copy_engine, pull, push, push_two_kernel, torch_pipeline, nccl_ll, nccl_ll128"
     assert space.why_not(Config("fused")) == f"the variant is fused; allowed are {known}"
     assert (space.why_not(Config.of("pull", default.values, comm=3)) or "").startswith("pull takes block_m, ")
     assert space.why_not(Config.of("bsp", splits=3)) == "bsp takes no parameters"

@@ -79,7 +79,7 @@ def test_a_comparison_is_made_under_the_conditions_given() -> None:
         return {row.name: row.measurement.candidate.conditions for row in found.rows}
 
     usual = rows(None)
-    others = ["torch-graph", "torch-eager", "nccl_ll-graph", "nccl_ll128-graph", "cublas"]
+    others = ["torch-graph", "torch-eager", "torch_pipeline-graph", "nccl_ll-graph", "nccl_ll128-graph", "cublas"]
     assert list(usual) == ["autotax", "bsp-graph", "bsp-eager", *others]
     assert usual["autotax"] == usual["bsp-graph"] == USUAL and usual["bsp-eager"] == EAGER
     skewed = rows(Conditions("eager", "warm", 30.0))

@@ -20,6 +20,18 @@ from autotax.operators.all_gather_gemm import AllGatherGemm
 
 
 class TorchFused(Kernel[AllGatherGemm]):
+    """torch.ops.symm_mem.fused_all_gather_matmul, for A sharded along M. It returns a new tensor."""
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+        if self.context.dry:
+            return out
+        import torch.distributed._symmetric_memory  # registers the operator
+
+        _, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(a, [b.t()], 0, group_name(self.context))
+        return product[: self.problem.m]
+
+
+class TorchPipeline(Kernel[AllGatherGemm]):
     """The steps of torch.ops.symm_mem.fused_all_gather_matmul, in memory that is allocated once, and with the product in the output.
     For A sharded along M.
     """

@@ -29,6 +29,19 @@ def _columns(problem: GemmReduceScatter, b: Tensor) -> Tensor:
 
 
 class TorchFused(Kernel[GemmReduceScatter]):
+    """torch.ops.symm_mem.fused_matmul_reduce_scatter, for numbers of rows that the ranks divide. It returns a new tensor."""
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+        if self.context.dry:
+            return out
+        import torch.distributed._symmetric_memory  # registers the operator
+
+        columns = _columns(self.problem, b)
+        result: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(a, columns, "sum", 0, group_name(self.context))
+        return result
+
+
+class TorchPipeline(Kernel[GemmReduceScatter]):
     """The steps of torch.ops.symm_mem.fused_matmul_reduce_scatter, in memory that is allocated once, and with the sum in the output.
     For numbers of rows that the ranks divide.
     """

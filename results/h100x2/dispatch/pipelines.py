@@ -44,7 +44,7 @@ def both(world: World, m: int, n: int, k: int, scatters: bool) -> tuple[float, f
     heap, group = open_heap(world, 1 << 20), world.data.group_name
     kind = GemmReduceScatter if scatters else AllGatherGemm
     problem = kind(m, n, k, world_size=world.size)
-    kernel = prepare(problem, Config("torch"), Context(world, heap, detect()))
+    kernel = prepare(problem, Config("torch_pipeline"), Context(world, heap, detect()))
     a = torch.randn(m if scatters else m // world.size, k, device=world.device).bfloat16()
     b = torch.randn(n, k, device=world.device).bfloat16()
     out = torch.empty(m // world.size if scatters else m, n, device=world.device, dtype=a.dtype)
