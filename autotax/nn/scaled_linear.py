@@ -57,14 +57,14 @@ def layout_of(scales: Tensor, n: int, k: int) -> str:
 def behind_each_other(weights: tuple[Tensor, ...], scales: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """Several weights [n_i, k] as one, and their scales. Scales of tensors become those of rows. Raises UsageError."""
     if len(weights) != len(scales) or len({weight.shape[1:] for weight in weights}) != 1:
-        raise UsageError(f"{len(weights)} weights, {len(scales)} scales; weights must have equal rows: give scales for each")
+        raise UsageError(f"{len(weights)} weights, {len(scales)} scales; weights must have equal rows: give scales for all")
     layouts = [layout_of(scale, *weight.shape) for weight, scale in zip(weights, scales, strict=True)]
     whole = torch.cat([weight.detach().view(torch.uint8) for weight in weights]).view(CODES)
     if "block" not in layouts:
         rows = [scale.reshape(1, -1).expand(1, len(weight)) for weight, scale in zip(weights, scales, strict=True)]
         return whole, torch.cat(rows, 1)
     if set(layouts) != {"block"} or any(len(weight) % GROUP for weight in weights[:-1]):
-        raise UsageError(f"weights have scales {', '.join(layouts)}; blocks must lie in one weight: make several layers")
+        raise UsageError(f"weights have scales {', '.join(layouts)}; blocks of 128 rows must not cross weights: split them")
     return whole, torch.cat(scales)
 
 

@@ -368,7 +368,7 @@ def scaled_packets(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace |
     )
     parameters = scaled.parameters(problem, problem.m, hardware, library=False) | {"warm": warm, "per_processor": most}
     found = VariantSpace("scaled_packets", parameters, (together,))
-    ways = itertools.product(products[:4], reversed(most), (0, usual))
+    ways = itertools.product(products[:4], most, (0, usual))
     seeds = [Config.of("scaled_packets", each, warm=size, per_processor=count) for each, count, size in ways]
     return replace(found, seeds=tuple(seed for seed in dict.fromkeys(seeds) if found.why_not(seed) is None))
 

@@ -45,6 +45,12 @@ PROBLEMS += [
     FlashDecode(3, 32, 4, 128, 4099, "bf16", WORLD, kv_dtype="e4m3fnuz" if "gfx942" in detect().target else "e4m3"),
     FlashDecode(2, 64, 8, 64, 4099, "bf16", WORLD, "replicated", 16, sinks="learned", window=3000, queries=3),
 ]
+PROBLEMS += [
+    AllGatherGemm(301, 784, 1152, "e4m3", "m", WORLD, scales="block"),
+    AllGatherGemm(97, 784, 1040, "e4m3", "m", WORLD, scales="row", quantize="row"),
+    GemmReduceScatter(301, 784, 1152, "e4m3", "scattered", WORLD, scales="row"),
+    GemmReduceScatter(97, 784, 1152, "e4m3", "replicated", WORLD, scales="block", quantize="block"),
+]
 CASES = [(problem, variant) for problem in PROBLEMS for variant in space_for(problem, detect()).variants]
 WAYS = [(problem, way) for problem in PROBLEMS if isinstance(problem, FlashDecode) for way in ways_to_exchange(space_for(problem, detect()))]  # noqa: E501  # fmt: skip
 COMPILERS = 32
