@@ -201,6 +201,10 @@ class Tile:
         return context.empty((items, self.rows, self.columns), torch.float32), finished
 
 
+SCALE_BYTES = 16
+"""The library takes scales that begin at a multiple of this."""
+
+
 class ScaledProduct:
     """The product of a config, with its workspaces for `rows` rows of A or fewer."""
 
@@ -210,8 +214,9 @@ class ScaledProduct:
         self.tile = None if config["product"] in (LIBRARY, FAST) else Tile(config, context)
         if self.tile:
             self.partials, self.finished = self.tile.parts(rows, problem.n, context)
-        elif problem.scales == "block":
-            self.packed = context.empty((ceil_div(problem.k, BLOCK_K.value) * rows,), torch.float32)
+        elif problem.scales != "tensor":
+            groups = ceil_div(problem.k, BLOCK_K.value) if problem.scales == "block" else 1
+            self.packed = context.empty((groups * rows,), torch.float32)
 
     def __call__(self, a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
         """out [m, n] = A [m, k] @ B [n, k].T, for A and B with their scales."""
@@ -238,4 +243,6 @@ class ScaledProduct:
             packed = self.packed[: scales_a.numel()].view(-1, len(a))
             packed.copy_(scales_a.t())
             scales_a = packed.t()
+        elif layout == "row" and a.is_cuda and scales_a.data_ptr() % SCALE_BYTES:
+            scales_a = self.packed[: len(a)].view(-1, 1).copy_(scales_a)
         library_product(a, scales_a, b, scales_b, layout, out, fast=self.fast)
