@@ -11,6 +11,7 @@ import pytest
 import autotax
 from autotax.core.conditions import ON_CPU
 from autotax.db import Store
+from autotax.operators.declaration import ONLY_OURS_VARIABLE
 from autotax.tuner import Comparison, Row
 from tests.report.test_tables import CPUS, PROBLEM, a_measurement, a_verdict
 from tests.tuner.shared import gemm_landscape
@@ -23,7 +24,8 @@ def pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
 
 
-def test_representations_are_short_and_say_what_was_found(tmp_path: Path) -> None:
+def test_representations_are_short_and_say_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ONLY_OURS_VARIABLE, "1")  # the landscape has no others
     with Store.open(f"sqlite:///{tmp_path}/a.db") as store:
         verdict = tune(store, SyntheticRunner(gemm_landscape), trials=20)
         trials = autotax.trials(db=store.url)

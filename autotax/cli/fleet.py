@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autotax.cli import options
 from autotax.cli.messages import INTERRUPTED, say
 from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flags, seconds_of, whole
 from autotax.cli.problem_selection import jobs_of, missed, problems_of
@@ -89,9 +90,9 @@ def tune(hosts: FleetOptions, deployed: DeployOptions, how: SearchOptions, where
     def jobs_for(hardware: Hardware) -> Sequence[FleetJob]:
         return jobs_on(hardware, what, deployed, how, where)
 
-    with open_screen(where.as_json) as screen:
+    with open_screen(where.as_json, answers=options.answers) as screen:
         outcome = Driver(order, engine, jobs_for, screen).run()
-    show(outcome, where.as_json)
+    show(outcome, where.as_json, options.answers)
     if outcome.interrupted:
         return say("interrupted; what was measured is kept: run the same command again to go on from there", INTERRUPTED)
     return 0 if outcome.done else 1

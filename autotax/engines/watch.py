@@ -10,13 +10,13 @@ import atexit
 import json
 import logging
 import os
-import tempfile
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+from platformdirs import user_cache_path
 
 from autotax.core.errors import UsageError
 from autotax.core.files import write_whole
@@ -51,7 +51,7 @@ class Published(msgspec.Struct):
 
 def folder() -> Path:
     """The folder of this user's files."""
-    return Path(tempfile.gettempdir()) / f"autotax-{os.getuid()}"
+    return user_cache_path("autotax") / "status"
 
 
 def publish(framework: str, log: logging.Logger) -> None:
@@ -70,7 +70,7 @@ def _keep(framework: str, path: Path, log: logging.Logger) -> None:
     began, said, before = time.monotonic(), False, ""
     while True:
         with suppress(UsageError, RuntimeError, OSError):
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             now = counts(framework)
             if (text := json.dumps(msgspec.to_builtins(now))) != before:
                 write_whole(path, text)

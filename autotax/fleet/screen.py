@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -26,9 +27,10 @@ STATES = {"working": "green", "idle": "cyan", "left": "dim", "lost": "red", "ret
 
 
 @contextmanager
-def open_screen(as_json: bool, console: Console | None = None) -> Iterator[Screen]:
+def open_screen(as_json: bool, console: Console | None = None, answers: TextIO | None = None) -> Iterator[Screen]:
+    """The screen of a fleet. JSON lines go to `answers`, by default stdout."""
     if as_json:
-        yield EventLines(lambda line: print(line, flush=True))
+        yield EventLines(lambda line: print(line, flush=True, file=answers))
         return
     console = console or Console(stderr=True)
     if not console.is_terminal:
@@ -238,8 +240,9 @@ def _host(host: HostStatus) -> Event:
     return state | {"busy_s": round(host.busy_s, 1), "busy_share": round(busy, 3), "note": host.note}
 
 
-def show(outcome: FleetOutcome, as_json: bool) -> None:
+def show(outcome: FleetOutcome, as_json: bool, answers: TextIO | None = None) -> None:
+    """Prints the outcome: tables on stdout, or one line of JSON to `answers`, by default stdout."""
     if as_json:
-        print(json.dumps(document(outcome), allow_nan=False), flush=True)
+        print(json.dumps(document(outcome), allow_nan=False), flush=True, file=answers)
     else:
         Console(width=None if sys.stdout.isatty() else 150).print(tables(outcome))

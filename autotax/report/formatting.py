@@ -23,7 +23,7 @@ from autotax.operators import operators
 BASELINE = "#808080"
 COLOURS = (
     "#1f7fd1", "#c46a00", "#d1437a", "#8a5cd6", "#7d8512", "#0d8fa3", "#d2452b", "#4d8f2a", "#b04fc4", "#a0622d", "#5570e0",
-    "#3b6e6a", "#93405f", "#6b5b3e",
+    "#3b6e6a", "#93405f", "#6b5b3e", "#2f5f9e", "#9c7bb5", "#5c8f86", "#b58a5a", "#7a4a8c", "#a8505a",
 )  # fmt: skip
 WORK, STILL_PAID, WON_BACK = "#66809a", "#b5831a", "#12905c"
 """Parts of a bulk-synchronous call. No variant has these colours."""

@@ -117,7 +117,10 @@ def _option_without_value(command: str, there: list[Option], draw: random.Random
 
 
 def _flag_with_value(command: str, there: list[Option], draw: random.Random, folder: Path) -> tuple[str, ...]:
-    flag = draw.choice([option for option in there if option.flag])
+    flags = [option for option in there if option.flag]
+    if not flags:
+        return ()
+    flag = draw.choice(flags)
     return (*valid(command, draw, folder), f"--{flag.name}={draw.choice(['yes', '1', '', 'true'])}")
 
 
@@ -205,7 +208,7 @@ def _no_operator(command: str, there: list[Option], draw: random.Random, folder:
 
 
 def _too_many(command: str, there: list[Option], draw: random.Random, folder: Path) -> tuple[str, ...]:
-    if command in ("export", "report"):
+    if command in ("export", "report", "new operator", "new variant"):  # the latter two take any name
         return ()
     first = [str(folder / "good.json")] if command == "import" else []
     more = () if command in ("refresh", "winners") else operators()  # these two take names of operators

@@ -28,6 +28,7 @@ def follow(folder: Path, words: list[str]) -> subprocess.CompletedProcess[str]:
     """Runs a command of a page, with this Python in place of the page's."""
     program = {"autotax": ["-m", "autotax"], ".venv/bin/autotax": ["-m", "autotax"], "python": []}[words[0]]
     here = os.environ | {"PYTHONPATH": str(ROOT), "AUTOTAX_DB": str(folder / "own.db"), "CUDA_VISIBLE_DEVICES": ""}
+    here["XDG_CACHE_HOME"] = str(folder / "cache")  # processes of other tests are none of its servers
     line = [sys.executable, *program, *words[1:]]
     return subprocess.run(line, cwd=folder, env=here, capture_output=True, text=True, timeout=280, check=False)
 

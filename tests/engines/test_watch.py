@@ -31,7 +31,7 @@ sys.stdin.read()
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_server_publishes_its_counts_and_logs_a_line(tmp_path: Path, run: Run, kind: str, line: str) -> None:  # noqa: F811
-    here = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    here = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
         [sys.executable, "-c", SERVER, kind], env=here, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
@@ -62,7 +62,7 @@ def test_a_server_publishes_its_counts_and_logs_a_line(tmp_path: Path, run: Run,
 
 
 def test_damaged_counts_are_refused_in_one_line(run: Run) -> None:  # noqa: F811
-    watch.folder().mkdir()
+    watch.folder().mkdir(parents=True)
     (watch.folder() / f"{os.getpid()}.json").write_text('{"pid": "all"}')
     assert "holds no counts" in run("status").complaint
     (watch.folder() / "notes.json").write_text("")  # no file of ours

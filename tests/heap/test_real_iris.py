@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import os
+import re
 import sys
 import time
 import weakref
@@ -56,7 +57,7 @@ def test_a_rank_without_memory_is_told_to_all(library: Path) -> None:
     with Ranks(2) as ranks:  # of its own: a thread of rank 0 stays in Iris
         told = ranks.run(_lack_memory_on_rank_1, library)
     assert len(set(told)) == 1
-    assert "rank 1: HIP out of memory" in told[0]
+    assert re.search(r"rank 1: .*HIP out of memory", told[0])
 
 
 def test_a_closed_heap_is_gone_without_a_collection(ranks: Ranks, library: Path) -> None:

@@ -94,7 +94,7 @@ def test_the_estimate_agrees_with_the_compiler(compilers: ProcessPoolExecutor, m
 
 
 def test_what_would_spill_much_is_refused_and_what_spills_comes_last() -> None:
-    known = known_hardware("hip:gfx950")  # whose shared memory would hold it
+    known = replace(known_hardware("hip:gfx950"), shared_memory=1 << 20)  # which would hold it
     space = space_for(LARGE, known)
     large: dict[str, Value] = {"block_m": 256, "block_n": 256, "block_k": 128, "num_warps": 8, "num_stages": 2, "kpack": 1}
     config = Config.of("push", space.default("push").values | large)

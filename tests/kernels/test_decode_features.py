@@ -14,6 +14,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.hardware import detect
 from autotax.heap import World, open_heap
+from autotax.heap.triton_interpreter import CPU_POLL_LIMIT
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.offline import known_hardware
@@ -146,7 +147,7 @@ def test_what_no_query_token_sees_may_hold_anything(ranks: Ranks, variant: str, 
 
 
 def _error_among_nan(world: World, problem: FlashDecode, config: Config) -> float:
-    context = Context(world, open_heap(world, conformance.HEAP_BYTES), detect("cpu"), conformance.CPU_POLL_LIMIT)
+    context = Context(world, open_heap(world, conformance.HEAP_BYTES), detect("cpu"), CPU_POLL_LIMIT)
     operator = prepare(problem, config, context)
     context.heap.check()
     call = make_inputs(problem, 0, world.rank, world.device)

@@ -79,9 +79,9 @@ def test_one_kernel_takes_calls_with_fewer_rows(ranks: Ranks, problem: Any) -> N
 
 def bits_of_both(world: World, problem: Any, config: Config) -> list[str]:
     """Digests of a call that quantises, and of the same call for an A that torch has quantised."""
-    context, kernel = conformance._ready(world, problem, config)
+    context, kernel = conformance.ready(world, problem, config)
     codes_problem = replace(problem, quantize="none")
-    _, codes_kernel = conformance._ready(world, codes_problem, config)
+    _, codes_kernel = conformance.ready(world, codes_problem, config)
     digests = []
     for seed in (0, 1):
         call = make_inputs(problem, seed, world.rank, world.device)
