@@ -20,6 +20,8 @@ from autotax.db import Store
 from autotax.report.renderer import MOST_LOSSES, Renderer, Undrawn
 from tests.db.conftest import keep_winner
 
+pytestmark = pytest.mark.volume
+
 ROOT = Path(__file__).parents[2]
 TUNE = ["tune", "all-gather-gemm", "--m", "32", "--n", "32", "--k", "32", "--dtype", "fp32", "--trials", "2", "--backend", "cpu"]
 MODULE = [sys.executable, "-m", "autotax"]

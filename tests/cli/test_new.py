@@ -11,6 +11,8 @@ import pytest
 
 from tests.cli.conftest import Run
 
+pytestmark = pytest.mark.volume
+
 ROOT = Path(__file__).parents[2]
 SIZES = {"operator": "my-sum --n 512", "variant": "all-gather-gemm --m 64 --n 96 --k 64 --variants my-push"}
 NAMES = {"operator": "my-sum", "variant": "my-push"}

@@ -33,6 +33,7 @@ def follow(folder: Path, words: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=folder, env=here, capture_output=True, text=True, timeout=280, check=False)
 
 
+@pytest.mark.volume
 def test_the_first_table_of_a_performance_engineer(tmp_path: Path) -> None:
     (small,) = [words for words in commands("README.md", "Quick start") if "fp32" in words]
     ran = follow(tmp_path, small)

@@ -11,6 +11,8 @@ import pytest
 
 from tests.volume import volume
 
+pytestmark = pytest.mark.volume
+
 ROOT = Path(__file__).parents[2]
 
 
