@@ -19,6 +19,7 @@ from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.kernels.context import Context
 from autotax.kernels.offline import compile_offline, known_hardware
+from autotax.operators import named
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.spaces import space_for
 from tests.spaces.drawing import drawn, ways_to_exchange
@@ -118,7 +119,7 @@ def jobs(targets: Iterable[str] = AMD, everything: bool = False) -> list[Job]:
         for problem in PROBLEMS if everything else PROBLEMS[:QUICK]:
             space = space_for(problem, known_hardware(target))
             for name, variant in space.variants.items():
-                if name == "bsp" and problem.op not in ("flash-decode", "decode-merge"):
+                if name in named(problem.op).peers or (name == "bsp" and problem.op not in ("flash-decode", "decode-merge")):
                     continue  # has no kernels of ours
                 configs = [space.default(name)]
                 if everything:
@@ -144,9 +145,9 @@ def listings(target: str, problem: Problem, config: Config) -> dict[str, str]:
 def main(*arguments: str) -> int:
     import triton
 
-    named = [argument for argument in arguments if not argument.startswith("-")]
-    targets = [name for name in named if name.startswith("hip:")] or list(AMD)
-    variants = set(named).difference(targets)
+    words = [argument for argument in arguments if not argument.startswith("-")]
+    targets = [name for name in words if name.startswith("hip:")] or list(AMD)
+    variants = set(words).difference(targets)
     total: Counter[str] = Counter()
     table: dict[tuple[str, str, str], Counter[str]] = {}
     for job in jobs(targets, "--all" in arguments):
