@@ -169,6 +169,7 @@ def test_a_turn_ends_with_its_call() -> None:
     assert in_thread(calls.__enter__) is None
 
 
+@pytest.mark.volume
 def test_jobs_that_close_and_destroy_end_as_python_ends() -> None:
     tree = Path(__file__).parents[2]
     command = [sys.executable, str(tree / "results" / "reliability" / "exits.py"), "10"]
