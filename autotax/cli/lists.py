@@ -132,7 +132,7 @@ def trials(what: ProblemOptions, which: TrialOptions, where: MachineOptions) -> 
 
 def _tell_hidden(store: Store, kind: str, shown: int, filters: Mapping[str, str | None]) -> None:
     """Says how many records of the database an empty list leaves out, and how to see them. Records of operators that are not
-    loaded are told for every list.
+    loaded are counted for every list.
     """
     counts = store.counts_by_operator(kind)
     unknown = {op: count for op, count in counts.items() if op not in operators()}

@@ -25,7 +25,7 @@ _MACHINE = {
 _MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
 _MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # that of UTF-32 begins with this one
 _streams: dict[tuple[int, int], bytes] = {}
-"""What pipes and devices have delivered, by their device and number. A command checks a file before it uses it."""
+"""Bytes read from pipes and devices, by device number and inode. A command checks a file before it uses it."""
 
 
 def read_once(path: Path, limit: int) -> bytes:

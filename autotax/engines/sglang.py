@@ -246,7 +246,7 @@ def _normed(
 
     parallel = get_parallel()
     group = parallel.tp_group
-    # Where attention has a group of its own, its ranks are not those of `tp_group`.
+    # SGLang may give attention a smaller group than `tp_group`.
     alike = getattr(parallel, "attn_tp_size", group.world_size) == group.world_size == (ranks or group.world_size)
     if _stands_back() or not alike or not norms.taken(x, weight, residual, group, offset=offset):
         return None

@@ -26,7 +26,7 @@ SLACK = 32 << 20
 """Bytes in addition to the slab, for Iris's rounding and its own use."""
 
 INSTALL = "pip install --no-deps tokenspeed-iris tokenspeed-tritonblas"
-"""What the heap and `iris.ops` need. Only benchmarks of tokenspeed-tritonblas use its pandas, pytest and hatchet."""
+"""Installs the packages that the heap and `iris.ops` import. Benchmarks alone use what else tokenspeed-tritonblas names."""
 
 
 class IrisHeap(Heap):

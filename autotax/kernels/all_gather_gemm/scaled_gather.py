@@ -1,7 +1,7 @@
 """Gathers A in e4m3 with its scales, and quantises it on the way if the caller's A has 16 bits.
 
 Bytes and scales of a shard travel by one kernel and have one flag; `push_gather` describes slots, flags and waits. Bytes move as
-16-bit words. The scales of rows lie as [m, 1]. Those of blocks lie group by group: for one product as [groups, m], else as [source,
+16-bit words. The scales of rows lie as [m, 1]. The scales of blocks lie group by group: for one product as [groups, m], else as [source,
 groups, rows of a shard], so that each shard's scales have the strides that the vendor's product wants.
 """
 

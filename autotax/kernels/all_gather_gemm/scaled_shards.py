@@ -1,4 +1,4 @@
-"""What the kernels of e4m3 share: the arguments of a call, quantisation, and the scales of all of A."""
+"""The base of all kernels for e4m3: the arguments of a call, quantisation, and the scales of all of A."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotax.operators.all_gather_gemm import AllGatherGemm
 
 
 class Scaled(Kernel[AllGatherGemm]):
-    """What the e4m3 editions share: arguments, scales, quantisation. Tensors of a call: A, B, the scales of A unless a call makes
+    """Arguments, scales and quantisation of a kernel for e4m3. Tensors of a call: A, B, the scales of A unless a call makes
     them, the scales of B, C.
     """
 

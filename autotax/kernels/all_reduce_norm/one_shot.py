@@ -105,7 +105,7 @@ def one_shot_kernel(
         if SPLIT == 1:
             finish(total, given, factors, rows, HIDDEN, m, eps, y, new_residual, scales, OFFSET, QUANT, TARGET)
         else:
-            # The words of the own part have arrived. Their second load ends before the norm of the row is known, and all that
+            # The words of this program's part have arrived. Their second load ends before the norm of the row is known, and all that
             # follows is done for this part alone.
             first = unit % SPLIT * PART
             inside = (lane < PART) & (first + lane < WIDTH)
