@@ -125,7 +125,7 @@ def _hook_layers() -> None:
     import autotax.torch
 
     global _installed
-    autotax.torch.install()
+    autotax.torch.install(prove=True)
     _installed = True
     HookRegistry.register(f"{_SP}.column_parallel_g_matmul", column_parallel, HookType.AROUND)
     HookRegistry.register(f"{_LINEAR}.RowParallelLinear.forward", row_parallel, HookType.AROUND)
@@ -298,6 +298,7 @@ def _group_of(layer: Any) -> str:
     from sglang.srt.runtime_context import get_parallel
 
     from autotax.engines.thresholds import agreed, token_ranges
+    from autotax.heap.world import World
     from autotax.nn.consensus import DTYPES
     from autotax.torch import symm_mem
 
@@ -308,8 +309,9 @@ def _group_of(layer: Any) -> str:
     if not (plain and no_bias and whole and layer.reduce_results and layer.input_is_parallel and group.world_size > 1):
         return ""
     n, k = layer.weight.shape
-    ranges = token_ranges(n, k, DTYPES[layer.weight.dtype], group.world_size)
-    if not agreed(ranges, f"a row-parallel layer of {n} x {k}", group.device_group, layer.weight.device):
+    world = World.of(group.device_group, layer.weight.device)
+    ranges = token_ranges(n, k, DTYPES[layer.weight.dtype], group.world_size, world=world)
+    if not agreed(ranges, f"a row-parallel layer of {n} x {k}", world):
         return ""
     name = str(group.device_group.group_name)
     symm_mem.reduce_by(name, group.all_reduce)

@@ -331,6 +331,7 @@ def _group_of(layer: Any) -> str:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     from autotax.engines.thresholds import agreed, listed, token_ranges
+    from autotax.heap.world import World
     from autotax.nn.consensus import DTYPES
     from autotax.torch import symm_mem
 
@@ -338,9 +339,10 @@ def _group_of(layer: Any) -> str:
     no_bias = layer.bias is None or layer.skip_bias_add
     if not (plain and no_bias and layer.reduce_results and layer.input_is_parallel and layer.tp_size > 1):
         return ""
-    ranges = token_ranges(layer.output_size, layer.input_size_per_partition, DTYPES[layer.params_dtype], layer.tp_size)
     group, layer_name = get_tp_group(), layer.prefix or type(layer).__name__
-    ranges = agreed([] if batch_invariance.vllm() else ranges, layer_name, group.device_group, group.device)
+    world, sizes = World.of(group.device_group, group.device), (layer.output_size, layer.input_size_per_partition)
+    ranges = token_ranges(*sizes, DTYPES[layer.params_dtype], layer.tp_size, world=world)
+    ranges = agreed([] if batch_invariance.vllm() else ranges, layer_name, world)
     if not ranges:
         return ""
     name = str(group.device_group.group_name)

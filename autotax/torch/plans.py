@@ -84,10 +84,11 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Deployment:
-    """The database and the conditions of look-ups."""
+    """The database and the conditions of look-ups, and whether stale winners are proven first (see AllGatherLinear)."""
 
     db: str | Path | None = None
     conditions: Conditions | None = None
+    prove: bool | float = False
 
 
 class Plan:
@@ -188,7 +189,7 @@ class GroupPlans:
         hardware = detect(world.backend)
         deployed = conditions or Conditions.usual(hardware.on_gpu)
         try:
-            (config,), notes = configs_for(world, [problem], hardware, deployed, db, None, counted=False)
+            (config,), notes = configs_for(world, [problem], hardware, deployed, db, None, self.settings.prove, counted=False)
             for note in notes:
                 self._warn(f"torch's own is taken there: {note}")
             if config is None:
