@@ -82,14 +82,14 @@ def _positive(value: object) -> float | None:
     return seconds if 0 < seconds < float("inf") else None
 
 
-# What is stale, and what was tried in vain.
+# Stale winners, and proofs that failed.
 
 
 def stale(problems: Iterable[Problem], here: Place, db: str | Path | None) -> tuple[dict[Problem, str], dict[Problem, str]]:
     """Problems with winners of devices like these, none of which holds with the software of `here`.
 
     Returns:
-        Those to be proven, with what is different; and those whose proof has failed with this software, with the reason.
+        Problems to prove, with the difference. Problems whose proof has failed with this software, with the reason.
     """
     differing = {problem: reason for problem in problems if (reason := _difference(problem, here, db))}
     failures = _failures(tuple(differing), here, resolve_url(db)) if differing else {}
@@ -145,7 +145,7 @@ class Proof:
     variants: dict[Problem, str]
     unproven: dict[Problem, str]
     why: str
-    """What was different, for instance `triton 3.6.0 (here 3.8.0)`."""
+    """The difference of the first problem, for instance `triton 3.6.0 (here 3.8.0)`."""
 
     def __str__(self) -> str:
         """`2 of 3 stale winners were proven again, triton 3.6.0 (here 3.8.0): push 1, bsp 1`"""
