@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from statistics import geometric_mean
@@ -23,7 +22,7 @@ from typing import Any
 
 from autotax import api
 from autotax.core.errors import UsageError
-from autotax.core.problem import Problem
+from autotax.core.problem import Problem, with_world_size
 from autotax.core.settings import Settings, as_deployed
 from autotax.db import Store
 from autotax.hardware import Hardware, detect
@@ -48,7 +47,7 @@ SHAPES = (
 
 def problems(files: Sequence[Path], world_size: int, only: Sequence[str] | None) -> list[Problem]:
     """The problems of all files by turns, those of the operators `only` if given."""
-    lists = [[replace(problem, world_size=world_size) for problem in read_shapes(file, world_size)] for file in files]
+    lists = [[with_world_size(problem, world_size) for problem in read_shapes(file, world_size)] for file in files]
     turns = [problem for turn in zip_longest(*lists) for problem in turn if problem is not None]
     return [problem for problem in dict.fromkeys(turns) if not only or problem.op in only]
 
