@@ -187,15 +187,16 @@ def show(told: dict[str, Any], console: Console, note: str) -> None:
     if all(each["match"] == "fallback" for each in told["modules"]):
         console.print("nothing is tuned here: every module is bulk-synchronous, so there is nothing to win")
     ends = Table(title="end to end", title_justify="left", caption=note, caption_justify="left")
-    for column in ("scenario", "NCCL us", "autotax us", "speed-up [95 %]", "gained us", "promised us", "relative difference", "outputs"):
+    figures = ("NCCL us", "autotax us", "speed-up [95 %]", "gained us", "promised us")
+    for column in ("scenario", *figures, "relative difference", "outputs"):
         ends.add_column(column, justify="left" if column == "scenario" else "right")
     for each in told["scenarios"]:
         error = "not finite" if each["relative_error"] is None else f"{each['relative_error']:.1e}"
-        figures = microseconds(each["nccl_us"]), microseconds(each["autotax_us"])
+        both = microseconds(each["nccl_us"]), microseconds(each["autotax_us"])
         gain = f"{times(each['speedup'])} {interval(tuple(each['interval']))}"
         equal = f"{'equal' if each['equal'] else 'DIFFER'} (within {each['tolerance']:g})"
         saved = [microseconds(each[name]) if name in each else "-" for name in ("gained_us", "promised_us")]
-        ends.add_row(each["name"], *figures, gain, *saved, error, equal)
+        ends.add_row(each["name"], *both, gain, *saved, error, equal)
     console.print(ends)
     for line in (*told["warnings"], *told["failures"]):
         console.print(f"notice: {line}", markup=False)
