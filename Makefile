@@ -38,14 +38,15 @@ test-volume: .venv/ready
 	$(SHARED) -m 'volume and not alone'
 	$(BIN)/python -m pytest -m 'volume and alone' $(NAMED) || [ $$? = 5 ]
 
-# Those of the shipped winners, those of vLLM and SGLang, and the newest: Python, torch and Triton in an
-# environment of its own, made by uv. Torch comes with libraries for GPUs: 5 GB each, of which environments share what is equal.
+# Python, torch and Triton of the shipped winners, of vLLM and SGLang, and the newest, each in an environment of its own. uv makes
+# them; it sees no Python of pyenv by itself. Torch comes with libraries for GPUs, 5 GB, of which environments share what is equal.
 VERSIONS ?= 3.11/2.11.0/3.6.0 3.12/2.14.1/3.8.0 3.13/2.15.0/3.9.0
 test-versions: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	for version in $(VERSIONS); do \
 	  set -- $$(echo $$version | tr / ' ') && echo Python $$1, torch $$2, Triton $$3 && own=.venv/torch-$$2 && \
-	  $(BIN)/uv venv --quiet --clear --python $$1 $$own && \
+	  python=$$(ls -d $$HOME/.pyenv/versions/$$1.*/bin/python 2>/dev/null | tail -1) && \
+	  $(BIN)/uv venv --quiet --clear --python $${python:-$$1} $$own && \
 	  $(BIN)/uv pip install --quiet --python $$own/bin/python -c constraints-common.txt -r pyproject.toml --extra test torch==$$2 triton==$$3 && \
 	  PYTHONPATH=$$PWD $$own/bin/python -m pytest -n 3 --dist loadfile -m 'not alone and not volume' $(SAMPLE) || exit 1; \
 	done
