@@ -57,7 +57,7 @@ class OnThreeHeaps(Session):
     def __init__(self, world: World, hardware: Hardware) -> None:
         nbytes = HEAP_BYTES if hardware.on_gpu else 64 << 20
         super().__init__(world, hardware, nbytes, lambda _: None)
-        others = [_heap(world, hardware, "iris", nbytes), _heap(world, hardware, "torch", nbytes)]
+        others = [_heap(world, "iris", nbytes), _heap(world, "torch", nbytes)]
         self.contexts = [self.context, *(Context(world, heap, hardware, self.context.poll_limit) for heap in others)]
 
     def run(self, job: Job) -> Report:
@@ -71,7 +71,7 @@ class OnThreeHeaps(Session):
         return [Trial(Bench(job.problem, candidate, context, inputs)) for candidate, context in pairs]
 
 
-def _heap(world: World, hardware: Hardware, library: str, nbytes: int) -> Heap:
+def _heap(world: World, library: str, nbytes: int) -> Heap:
     os.environ["AUTOTAX_HEAP"] = library
     try:
         return autotax.heap.open_heap(world, nbytes)
@@ -141,7 +141,8 @@ def _measured(
         for measurement in row:
             if measurement.status != "ok":
                 print(f"  {measurement.config.variant}: {measurement.status}, {measurement.error}")
-    good = sorted((row for row in rows if all(one.status == "ok" for one in row)), key=lambda row: statistics.median(row[0].rounds))
+    good = [row for row in rows if all(measurement.status == "ok" for measurement in row)]
+    good.sort(key=lambda row: statistics.median(row[0].rounds))
     return [_document(problem, *row) for row in good[:most]]
 
 

@@ -1,0 +1,74 @@
+"""On the memory of Iris: kernels of every operator, and the operators of Iris that comparisons have as alternatives.
+
+tests/gpu/test_heap.py runs the conformance suite of heaps on Iris.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from autotax.core.config import Config
+from autotax.core.problem import Problem
+from autotax.hardware import detect
+from autotax.operators import registry
+from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, GemmReduceScatter
+from autotax.operators.verification import TOLERANCE
+from autotax.runner.ranks import RankFailure, Ranks
+from autotax.software import has_iris
+from autotax.spaces import space_for
+from autotax.testing import operators as conformance
+from tests.gpu.test_heap import WITH_IRIS
+from tests.gpu.test_kernels import CASES, WORLD, compile_ahead, run
+
+pytestmark = [pytest.mark.gpu, WITH_IRIS]
+
+OTHERS = (DecodeMerge(16, 64, 128, "bf16", WORLD, "head_scatter"), AllReduceNorm(16, 8192, "bf16", WORLD))
+OF_OTHERS = [(problem, variant) for problem in OTHERS for variant in space_for(problem, detect()).variants]
+COUNT = 40
+KERNELS = OF_OTHERS + CASES[:: max(1, len(CASES) // (COUNT - len(OF_OTHERS)))][: COUNT - len(OF_OTHERS)]
+"""Cases from all operators, types and variants."""
+PROBLEMS = (
+    AllGatherGemm(512, 1024, 2048, "bf16", "k", WORLD),
+    AllGatherGemm(512, 1024, 2048, "bf16", "m", WORLD),
+    GemmReduceScatter(256 * WORLD, 1024, 1024, "bf16", "scattered", WORLD),
+    GemmReduceScatter(256, 1024, 1024, "bf16", "replicated", WORLD),
+    AllReduceNorm(16, 1024, "bf16", WORLD),
+)
+OPERATORS = [
+    (problem, peer.name)
+    for problem in PROBLEMS
+    for peer in registry.of(problem).peers.values()
+    if peer.name.startswith("iris_") and peer.where(problem, detect())
+]
+ON_AMD_ONLY = {"iris_all_gather", "iris_all_gather_tuned", "iris_all_reduce"}
+"""Their launches name an option of AMD's compiler, which Triton for NVIDIA refuses; the tuned all-reduce has other ways."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    compile_ahead([(problem, space_for(problem, detect()).default(variant)) for problem, variant in KERNELS])
+    with mock.patch.dict(os.environ, {"AUTOTAX_HEAP": "iris"}), Ranks(WORLD, detect().backend) as pool:
+        yield pool
+
+
+def test_iris_is_here() -> None:
+    assert has_iris() and len(KERNELS) == COUNT and OPERATORS
+
+
+@pytest.mark.parametrize(("problem", "variant"), KERNELS, ids=str)
+def test_kernels_replay_and_never_err(ranks: Ranks, problem: Problem, variant: str) -> None:
+    run(ranks, problem, space_for(problem, detect()).default(variant))
+
+
+@pytest.mark.parametrize(("problem", "name"), OPERATORS, ids=str)
+def test_operators_of_iris_are_right_or_say_why_not(ranks: Ranks, problem: Problem, name: str) -> None:
+    if detect().backend == "cuda" and name in ON_AMD_ONLY:
+        with pytest.raises(RankFailure, match=r"Iris fails: .*waves_per_eu"):
+            ranks.run(conformance.errors_of, problem, Config(name), 3, timeout=60)
+        return
+    for errors in ranks.run(conformance.errors_of, problem, Config(name), 3, timeout=120):
+        assert max(errors) <= TOLERANCE["bf16"]
