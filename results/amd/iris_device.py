@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python results/amd/iris_device.py > results/amd/iris-TRITON.txt
 
-$AUTOTAX_IRIS names a folder with Iris and tritonblas; without it pip downloads them. The second table executes each pair of gfx942
+$AUTOTAX_IRIS names a folder with Iris and tritonblas; without it pip downloads them. The second table executes pairs of gfx942
 in the emulator of `make test-amd`, with several seeds: a wrong word means that a flag overtook its data.
 """
 # ruff: noqa: ARG001 - all kernels have the same arguments
