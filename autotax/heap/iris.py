@@ -46,6 +46,8 @@ class IrisHeap(Heap):
             return context, slab, heap_bases
 
         context, self.slab, heap_bases = in_context(world, size, allocate)
+        self.allocator = type(getattr(getattr(context, "heap", None), "allocator", None)).__name__
+        """The name of the class in Iris that allocated the slab."""
         offset = self.slab.data_ptr() - heap_bases[world.rank]
         offset = agreed(world, "the offset of the slab in the heap of Iris", offset)
         bases = [base + offset for base in heap_bases]
