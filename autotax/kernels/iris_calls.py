@@ -122,7 +122,6 @@ class _Capturable:
 TILES: tuple[Mapping[str, Any], ...] = (
     {},
     {"block_size_m": 128, "block_size_n": 128},
-    {"block_size_m": 128, "block_size_n": 128, "block_size_k": 32, "group_size_m": 8},
     {"block_size_m": 64, "block_size_n": 128, "group_size_m": 8},
     {"block_size_m": 16, "block_size_n": 128},
 )

@@ -200,12 +200,7 @@ class AllGatherMatmulTuned(AllGatherMatmul):
 class HbmBuffer(AllGatherMatmul):
     """iris.ops.all_gather_matmul_hbm_buffer: some programs fetch A into a buffer, where the others wait for it."""
 
-    CHOICES = (
-        {},
-        {"block_size_m": 128, "block_size_n": 128},
-        {"block_size_m": 128, "block_size_n": 256, "group_size_m": 4},
-        {"block_size_m": 64, "block_size_n": 128},
-    )
+    CHOICES = ({}, {"block_size_m": 128, "block_size_n": 128}, {"block_size_m": 64, "block_size_n": 128})
 
     def workspace_elements(self, problem: AllGatherGemm) -> int:
         """The buffer, and a flag for each of its blocks at most."""
