@@ -141,10 +141,11 @@ class IrisSum(IrisCall[P]):
 
     def add_up(self) -> None:
         """Enqueues the sum, with the barriers before and after."""
+        from iris.ccl.all_reduce import all_reduce
         from iris.ccl.config import Config
 
         config = Config(**self.choice) if self.choice else None
         with self.barriers():
-            self.workspace = self.iris.ccl.all_reduce(
-                self.rooms["sum"], self.rooms["partial"], async_op=True, config=config, workspace=self.workspace
+            self.workspace = all_reduce(
+                self.rooms["sum"], self.rooms["partial"], self.iris, async_op=True, config=config, workspace=self.workspace
             )

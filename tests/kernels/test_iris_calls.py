@@ -37,6 +37,7 @@ ROWS = AllGatherGemm(32, 48, 64, "bf16", "m", WORLD)
 SCATTERED = GemmReduceScatter(512, 48, 64, "bf16", "scattered", WORLD)
 REPLICATED = GemmReduceScatter(16, 48, 64, "bf16", "replicated", WORLD, "kn")
 NORM = AllReduceNorm(5, 96, "bf16", WORLD)
+NAMES = ("iris", "iris.ops", "iris.ccl", "iris.ccl.config", "iris.ccl.all_gather", "iris.ccl.all_reduce")
 CASES = [
     (COLUMNS, "iris_all_gather_matmul_tuned"),
     (SCATTERED, "iris_matmul_reduce_scatter"),
@@ -144,21 +145,21 @@ def iris_of_gloo(failing: bool = False) -> Iterator[list[str]]:
         out.copy_(total)
         return workspace or "workspace"
 
-    class Ccl:
-        def all_gather(self, whole: Tensor, shard: Tensor, *, async_op: bool, config: Any) -> None:
-            begin("gather", config)
-            dist.all_gather_into_tensor(whole, shard)
+    def all_gather(whole: Tensor, shard: Tensor, _: Any, *, async_op: bool, config: Any) -> None:
+        assert async_op
+        begin("gather", config)
+        dist.all_gather_into_tensor(whole, shard)
 
-        def all_reduce(self, total: Tensor, part: Tensor, *, async_op: bool, config: Any, workspace: Any) -> str:
-            begin("sum", config)
-            exact = part.float()
-            dist.all_reduce(exact)
-            total.copy_(exact)
-            return "workspace"
+    def all_reduce(total: Tensor, part: Tensor, iris: Any, *, async_op: bool, config: Any, workspace: Any) -> str:
+        assert async_op
+        begin("sum", config)
+        iris.barrier()
+        exact = part.float()
+        dist.all_reduce(exact)
+        total.copy_(exact)
+        return workspace or "workspace"
 
     class Context:
-        ccl = Ccl()
-
         def __init__(self, nbytes: int) -> None:
             self.left = nbytes
 
@@ -174,10 +175,12 @@ def iris_of_gloo(failing: bool = False) -> Iterator[list[str]]:
         def barrier(self) -> None:
             raise AssertionError("synchronises on the host")
 
-    modules: dict[str, Any] = {name: ModuleType(name) for name in ("iris", "iris.ops", "iris.ccl", "iris.ccl.config")}
+    modules: dict[str, Any] = {name: ModuleType(name) for name in NAMES}
     modules["iris"].iris = Context
     modules["iris"].ops = modules["iris.ops"]
     modules["iris.ccl.config"].Config = SimpleNamespace
+    modules["iris.ccl.all_gather"].all_gather = all_gather
+    modules["iris.ccl.all_reduce"].all_reduce = all_reduce
     for name, function in (
         ("FusedConfig", SimpleNamespace), ("all_gather_matmul", product), ("all_gather_matmul_hbm_buffer", product),
         ("matmul_reduce_scatter", sums), ("matmul_all_reduce", sums),

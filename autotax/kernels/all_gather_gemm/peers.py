@@ -231,11 +231,12 @@ class AllGather(IrisCall[AllGatherGemm]):
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         if self.context.dry:
             return
+        from iris.ccl.all_gather import all_gather
         from iris.ccl.config import Config
 
         whole = self.rooms["whole"]
         with self.barriers():
-            self.iris.ccl.all_gather(whole, a, async_op=True, config=Config(**self.choice) if self.choice else None)
+            all_gather(whole, a, self.iris, async_op=True, config=Config(**self.choice) if self.choice else None)
         torch.mm(whole[: self.problem.m], b.t(), out=out)
 
 
