@@ -81,15 +81,6 @@ def _nccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version())) if hasattr(torch._C, "_nccl_version") else "none"
 
 
-def has_iris() -> bool:
-    """Whether AMD's Iris and the package that its operators import are installed. Another project is called iris, too. Nothing is
-    imported: Iris loads libraries of the GPU.
-    """
-    spec = importlib.util.find_spec("iris")
-    ours = bool(spec and spec.origin) and Path(str(spec and spec.origin)).with_name("ops").is_dir()
-    return ours and importlib.util.find_spec("tritonblas") is not None
-
-
 @functools.cache
 def environment(backend: str) -> Environment:
     """The installed software that matters to `backend`."""

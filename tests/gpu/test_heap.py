@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
+from autotax.hardware import has_iris
 from autotax.heap import World, open_heap
 from autotax.heap.iris import INSTALL
 from autotax.runner.ranks import Ranks
-from autotax.software import has_iris
 from tests.conformance.heap import CHECKS, SIZE, run_check
 
 BACKEND = "rocm" if torch.version.hip else "cuda"

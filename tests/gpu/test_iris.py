@@ -13,12 +13,11 @@ import pytest
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem
-from autotax.hardware import detect
+from autotax.hardware import detect, has_iris
 from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, GemmReduceScatter
 from autotax.operators.verification import TOLERANCE
 from autotax.runner.ranks import RankFailure, Ranks
-from autotax.software import has_iris
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance
 from tests.gpu.test_heap import WITH_IRIS

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autotax import software
+from autotax import hardware
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.heap import World
@@ -90,7 +90,7 @@ def test_rows_exist_where_amds_iris_is_installed(monkeypatch: pytest.MonkeyPatch
     here = [str(tmp_path)] if names else []
     monkeypatch.setattr(sys, "path", [*here, *(p for p in sys.path if not (Path(p) / "iris").is_dir())])
     sys.modules.pop("iris", None)
-    assert software.has_iris() is (len(names) == 3)
+    assert hardware.has_iris() is (len(names) == 3)
     for problem in (COLUMNS, ROWS, SCATTERED, REPLICATED, NORM):
         peers = registry.of(problem).peers.values()
         rows = [peer for peer in peers if peer.name.startswith("iris_") and peer.where(problem, known_hardware("cuda:90"))]
