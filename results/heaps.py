@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.4)
     parser.add_argument("--most", type=int, default=3)
     parser.add_argument("-o", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     hardware = detect()
     problems = ON_GPUS if hardware.on_gpu else ON_CPU
     chosen = {problem: configs_of(problem, hardware) for problem in problems}
@@ -117,9 +117,9 @@ def main() -> None:
     documents = list[dict[str, Any]]()
     with Ranks(WORLD, hardware.backend) as ranks:
         for number, (problem, configs) in enumerate(chosen.items()):
-            documents += _measured(ranks, number, problem, configs, hardware, given.seconds, given.most)
-            if given.o:
-                given.o.write_text(json.dumps(documents))
+            documents += _measured(ranks, number, problem, configs, hardware, options.seconds, options.most)
+            if options.o:
+                options.o.write_text(json.dumps(documents))
 
 
 def _measured(
@@ -134,8 +134,8 @@ def _measured(
         print(f"{problem.op} {problem.brief()}: {str(error)[-400:]}", flush=True)
         return []
     accounts = zip(*(report.accounts for report in reports), strict=True)
-    found = [Measurement.merge(candidate, account, {}) for candidate, account in zip(candidates, accounts, strict=True)]
-    rows = [(found[at], found[at + 1], found[at + 2]) for at in range(0, len(found), 3)]
+    measured = [Measurement.merge(candidate, account, {}) for candidate, account in zip(candidates, accounts, strict=True)]
+    rows = [(measured[at], measured[at + 1], measured[at + 2]) for at in range(0, len(measured), 3)]
     print(f"{problem.op} {problem.brief()}")
     for row in rows:
         for measurement in row:

@@ -320,7 +320,7 @@ def _may_write(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """A file for those who help from afar."""
+    """A file for developers who lack the machine."""
 
     PANEL: ClassVar[str] = "Report"
 
@@ -340,16 +340,16 @@ class DoctorOptions:
             refuse_unwritable(self.report)
 
 
-def doctor(asked: DoctorOptions, where: MachineOptions) -> int:
+def doctor(onto: DoctorOptions, where: MachineOptions) -> int:
     """Check this machine: what it has, what it lacks, and the next step for each."""
     checks = examine(where.backend, where.db)
     where.show(lambda: _table(checks))
-    if asked.report is not None:
+    if onto.report is not None:
         from autotax.cli import field_report
 
         report = field_report.collect(where.backend, _documents(checks))
-        write_whole(asked.report, json.dumps(report, indent=2) + "\n")
-        say(f"wrote {asked.report}: read it, then send it to those who help you")
+        write_whole(onto.report, json.dumps(report, indent=2) + "\n")
+        say(f"wrote {onto.report}: read it, then send it to the developers")
     where.document(lambda: _documents(checks), ok=usable(checks))
     return 0 if usable(checks) else 1
 

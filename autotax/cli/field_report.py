@@ -1,4 +1,4 @@
-"""What `autotax doctor --report FILE` writes: facts of a machine that a developer without it needs, and nothing private."""
+"""The report of `autotax doctor --report FILE`: facts that a developer without the machine needs, and nothing private."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def collect(backend: str | None, checks: list[dict[str, Any]]) -> dict[str, Any]
     A part that fails holds its error in one line.
     """
     started = time.perf_counter()
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "format": FORMAT,
         "autotax": __version__,
         "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -58,14 +58,14 @@ def collect(backend: str | None, checks: list[dict[str, Any]]) -> dict[str, Any]
     }
     try:
         hardware = detect(backend)
-        found["hardware"] = hardware.to_dict()
-        found["software"] = environment(hardware.backend).to_dict()
-        found["trials"], found["seconds_to_first_verified_trial"] = _trials(hardware, started)
-        found["heap"] = _heap(hardware)
+        report["hardware"] = hardware.to_dict()
+        report["software"] = environment(hardware.backend).to_dict()
+        report["trials"], report["seconds_to_first_verified_trial"] = _trials(hardware, started)
+        report["heap"] = _heap(hardware)
     except (UsageError, MachineError) as error:
-        found["error"] = str(error)
-    found["seconds"] = round(time.perf_counter() - started, 1)
-    return dict(private_out(found))
+        report["error"] = str(error)
+    report["seconds"] = round(time.perf_counter() - started, 1)
+    return dict(private_out(report))
 
 
 def private_out(value: Any) -> Any:
@@ -103,7 +103,7 @@ def _trials(hardware: Hardware, started: float) -> tuple[list[dict[str, Any]], f
     searched = [name for name in space.variants if operator.variants[name].role == "search"]
     names = [*searched[:1], "bsp", *searched[1:]] if hardware.on_gpu else [*searched[:1], "bsp"]
     until = time.monotonic() + WITHIN_S
-    found, first = list[dict[str, Any]](), None
+    rows, first = list[dict[str, Any]](), None
     with ranks(hardware, problem.world_size) as runner:
         runner.expect(problem, [space.default(name) for name in names])
         for name in names:
@@ -111,12 +111,12 @@ def _trials(hardware: Hardware, started: float) -> tuple[list[dict[str, Any]], f
             try:
                 [measured] = runner.measure(problem, [Candidate(space.default(name), conditions)], effort)
             except TimeIsUp:
-                found.append({"variant": name, "status": "not measured", "error": f"the trials took {WITHIN_S:.0f} s"})
+                rows.append({"variant": name, "status": "not measured", "error": f"the trials took {WITHIN_S:.0f} s"})
                 continue
             if first is None and measured.status == "ok" and name != "bsp":
                 first = round(time.perf_counter() - started, 1)
-            found.append({"problem": problem.key} | _of(measured))
-    return found, first
+            rows.append({"problem": problem.key} | _of(measured))
+    return rows, first
 
 
 def _of(measured: Measurement) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _of(measured: Measurement) -> dict[str, Any]:
 
 
 def _heap(hardware: Hardware) -> dict[str, Any]:
-    """What the ranks' heap is, and whether each rank finds in it what its peers stored."""
+    """The library and allocator of the ranks' heap, and whether each rank reads the words that its peers stored."""
     from autotax.runner.ranks import RankFailure, run_ranks
 
     try:
@@ -145,7 +145,7 @@ def _heap(hardware: Hardware) -> dict[str, Any]:
 
 
 def prove_heap(world: World) -> dict[str, Any]:
-    """Opens the heap, stores words to all peers, and compares what the peers stored here. Collective."""
+    """Opens the heap, stores words to all peers, and compares the words of the peers. Collective."""
     import torch
 
     from autotax.heap import open_heap

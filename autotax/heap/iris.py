@@ -75,8 +75,8 @@ def in_context(world: World, nbytes: int, work: Callable[[Any], T]) -> T:
 
     Args:
         world: The ranks, which are all ranks of this job.
-        nbytes: What `work` allocates on each rank.
-        work: Takes the context and may call what is collective there.
+        nbytes: Bytes that `work` allocates on each rank.
+        work: Takes the context; it may call collectives of the context.
 
     Raises:
         HeapError: on all ranks alike, within seconds of the first failure of a rank.

@@ -1,4 +1,4 @@
-"""What alternatives of Iris share: memory in a context of Iris, its barriers around a call, and the fastest of a few settings."""
+"""The base of alternatives of Iris: memory in a context of Iris, its barriers around a call, and the fastest of a few settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPEATS = 5
 class IrisCall(Kernel[P]):
     """Mixed into a kernel that calls an operator of `iris.ops` or `iris.ccl`.
 
-    What peers read or write lies in the memory of Iris. Callers' tensors lie elsewhere, so a call copies there and back. The
+    Tensors that peers read or write lie in the memory of Iris. Callers' tensors lie elsewhere, so a call copies there and back. The
     operators synchronise on the host, which a graph cannot capture; here the device barriers of Iris do it.
     """
 

@@ -242,8 +242,8 @@ def main() -> None:
                 print(f"{target:11s} {kernel.__name__:21s} does not compile: {' '.join(str(error).split())[:160]}")
     print(f"\nExecuted in the emulator of gfx942, {SEEDS} seeds")
     for pair in PAIRS:
-        found = [executed(pair, seed) for seed in range(SEEDS)]
-        counts = ", ".join(f"{found.count(outcome)} {outcome}" for outcome in dict.fromkeys(found))
+        outcomes = [executed(pair, seed) for seed in range(SEEDS)]
+        counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))
         print(f"{pair[0].__name__:21s} {pair[1].__name__:21s} {counts}", flush=True)
 
 

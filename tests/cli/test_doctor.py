@@ -149,10 +149,10 @@ def test_a_report_holds_nothing_private(run: Run, monkeypatch: pytest.MonkeyPatc
     assert result.results and str(file) in result.err
     text = file.read_text()
     assert secret not in text and "someone" not in text and str(tmp_path) + "/someone" not in text
-    found = json.loads(text)
-    assert found["variables"] == {"GPU_MAX_HW_QUEUES": "8", "NCCL_PROTO": "set"}
-    assert found["trials"][0]["error"] == "in ~/x and ~/y.py on host: ~/z, /rooting"
-    assert {check["name"] for check in found["checks"]} >= {"python", "torch", "triton"} and found["packages"]["torch"]
+    report = json.loads(text)
+    assert report["variables"] == {"GPU_MAX_HW_QUEUES": "8", "NCCL_PROTO": "set"}
+    assert report["trials"][0]["error"] == "in ~/x and ~/y.py on host: ~/z, /rooting"
+    assert {check["name"] for check in report["checks"]} >= {"python", "torch", "triton"} and report["packages"]["torch"]
 
 
 def test_a_report_that_cannot_be_written_is_refused_at_once(run: Run, tmp_path: Path) -> None:
@@ -163,11 +163,11 @@ def test_a_report_that_cannot_be_written_is_refused_at_once(run: Run, tmp_path: 
 @pytest.mark.volume
 def test_a_report_of_cpu_ranks_has_a_verified_trial_and_a_proved_heap() -> None:
     """The ranks are real."""
-    found = field_report.collect("cpu", [])
-    assert [trial["status"] for trial in found["trials"]] == ["ok", "ok"] and found["trials"][1]["variant"] == "bsp"
-    assert 0 < found["seconds_to_first_verified_trial"] < found["seconds"]
-    assert found["heap"]["proved"] and found["heap"]["library"] == "SharedHeap" and found["heap"]["ranks"] == 2
-    assert found["software"]["comm"] and "error" not in found
+    report = field_report.collect("cpu", [])
+    assert [trial["status"] for trial in report["trials"]] == ["ok", "ok"] and report["trials"][1]["variant"] == "bsp"
+    assert 0 < report["seconds_to_first_verified_trial"] < report["seconds"]
+    assert report["heap"]["proved"] and report["heap"]["library"] == "SharedHeap" and report["heap"]["ranks"] == 2
+    assert report["software"]["comm"] and "error" not in report
 
 
 def test_a_report_without_ranks_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,5 +175,5 @@ def test_a_report_without_ranks_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
         raise UsageError("no GPU answers")
 
     monkeypatch.setattr(field_report, "detect", refuse)
-    found = field_report.collect(None, [])
-    assert found["error"] == "no GPU answers" and found["packages"] and "trials" not in found
+    report = field_report.collect(None, [])
+    assert report["error"] == "no GPU answers" and report["packages"] and "trials" not in report
