@@ -146,7 +146,8 @@ with a_home():  # Altair wants a home for its cache of data sets, which no chart
 WIDTH, ROW, SEARCH_HEIGHT, FAILED_ROW = 540, 22, 190, 16
 """Pixels: of all axes, of a row of a chart, of the trials of a search, of a status of failed trials."""
 SLOWEST = 7.0
-"""Trials that exceed the best by more than this, as a multiple of the best, are drawn at this limit."""
+"""Trials that exceed the best by more than this, as a multiple of the best, are drawn at this limit, as triangles."""
+SHAPES, CLAMPED, BEYOND = {False: "circle", True: "diamond"}, "triangle-up", ", beyond the scale"
 LAST = 0.05
 """The excess over the best that the scale shows at full width. Only trials below it have tooltips with parameters, which keeps
 pages small.
@@ -275,7 +276,9 @@ def _timed(timed: Mapping[int, tuple[TrialRecord, float]], configs: Mapping[int,
     for at, (trial, us) in timed.items():
         told = f"{at}. {trial.status} {microseconds(us)} us: {configs[at] if us <= best * (1.0 + LAST) else trial.config.variant}"
         excess, so_far = min(us / best - 1.0, top), min(so_far, us)
-        rows.append({"trial": at, "excess": excess, "variant": trial.config.variant, "status": trial.status, "told": told})
+        clamped = us / best - 1.0 > top
+        rows.append({"trial": at, "excess": excess, "variant": trial.config.variant, "told": told + BEYOND * clamped})
+        rows[-1] |= {"pruned": trial.status == "pruned", "shape": CLAMPED if clamped else SHAPES[trial.status == "pruned"]}
         if us == so_far:
             steps.append({"trial": at, "excess": min(us / best - 1.0, top)})
     steps.append({"trial": len(configs), "excess": 0.0})
@@ -287,8 +290,9 @@ def _timed(timed: Mapping[int, tuple[TrialRecord, float]], configs: Mapping[int,
     last = alt.Chart(_data([{"excess": 0.0, "to": LAST}])).mark_rect(aria=False, opacity=0.08, color="currentColor")
     line = alt.Chart(_data(steps)).mark_line(aria=False, interpolate="step-after", color="currentColor", opacity=0.6)
     dots = alt.Chart(_data(rows)).encode(x=x, y=y, color=colour, description="told:N")
-    others = dots.transform_filter("datum.status != 'pruned'").mark_point(filled=True, size=32, opacity=1)
-    pruned = dots.transform_filter("datum.status == 'pruned'").mark_point(filled=False, shape="diamond", size=32, opacity=1)
+    dots = dots.encode(shape=alt.Shape("shape:N").scale(None))
+    others = dots.transform_filter("!datum.pruned").mark_point(filled=True, size=32, opacity=1)
+    pruned = dots.transform_filter("datum.pruned").mark_point(filled=False, size=32, opacity=1)
     chart = alt.layer(last.encode(y=y, y2="to:Q"), line.encode(x=x, y=y), pruned, others)
     return chart.properties(width=WIDTH, height=SEARCH_HEIGHT)
 

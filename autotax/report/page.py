@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from autotax.core.conditions import Conditions
 from autotax.core.error_text import summary
@@ -40,7 +41,8 @@ REASON = 200
 """Most characters of the error of a trial."""
 CAPTION = (
     "Filled dots are verified trials, hollow diamonds pruned ones, crosses failed ones. The line is the best so far. "
-    "The scale is widest in the shaded band, within 5 % of the best. Point at a mark in the band to read its parameters."
+    "Triangles are beyond the end of the scale. The scale is widest in the shaded band, within 5 % of the best. "
+    "Point at a mark in the band to read its parameters."
 )
 GLOSSARY = (
     ("BSP", "Bulk-synchronous: a library collective and a library product or kernel in turn. Everything is compared with it."),
@@ -101,7 +103,14 @@ def page(
 @cache
 def _template() -> jinja2.Template:
     loader = jinja2.PackageLoader("autotax.report")
-    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined).get_template("report.html.j2")
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["coded"] = _coded
+    return environment.get_template("report.html.j2")
+
+
+def _coded(text: str) -> Markup:
+    """The escaped text with <code> in place of backticks."""
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _tuned(winners: Iterable[WinnerRecord], trials: Iterable[TrialRecord]) -> list[TunedProblem]:

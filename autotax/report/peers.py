@@ -14,7 +14,7 @@ from autotax.operators.registry import problem_from_dict
 from autotax.report import charts, ladder
 from autotax.report.charts import Taxed
 from autotax.report.formatting import Cell, PageTable, faster, heading, microseconds, table, times, variant_cell, won
-from autotax.report.taxes import Document, bsp_us, geometric_mean, taxes, won_back
+from autotax.report.taxes import Document, bsp_us, fastest_us, geometric_mean, taxes, won_back
 from autotax.tuner.comparison import TUNED
 
 HEAD = ("problem", "variant", ">us", ">vs BSP", "best alternative", ">vs it", ">bound us", ">of the bound", ">won back")
@@ -80,7 +80,8 @@ def _taxed(document: Document) -> Taxed | None:
 
 
 def _line(document: Document) -> list[str | Cell]:
-    tuned, over = _tuned(document), document.get("speedup_vs_best_peer")
+    tuned, over, bound = _tuned(document), document.get("speedup_vs_best_peer"), document.get("bound_us")
+    beaten = bound is not None and fastest_us(document) < bound  # by an earlier version, which knew the links less well
     failed = "not verified" + (f": {document['error']}" if document.get("error") else "")
     return [
         problem_from_dict(document["problem"]).brief(),
@@ -89,7 +90,7 @@ def _line(document: Document) -> list[str | Cell]:
         times(tuned.get("speedup_vs_bsp")),
         document.get("best_peer") or "-",
         Cell(times(over), "loss" if over is not None and over < 1 else ""),
-        microseconds(document.get("bound_us")),
-        times(document.get("over_bound")),
-        won(won_back(document)),
+        microseconds(bound) + (" (beaten)" if beaten else ""),
+        "-" if beaten else times(document.get("over_bound")),
+        won(None if beaten else won_back(document)),
     ]

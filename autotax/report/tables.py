@@ -156,7 +156,7 @@ def refreshed(found: Sequence[Refreshed], hardware: Hardware) -> Table:
             Text(former.config.variant),
             times(former.speedup),
             times(winner.speedup if winner else None),
-            Text(each.outcome, REFRESHED_STYLES.get(each.outcome, "red")),
+            Text(each.outcome + ", a tie" * each.verdict.tie, REFRESHED_STYLES.get(each.outcome, "red")),
         )
     return table
 
@@ -167,7 +167,7 @@ def refreshed_outcome(found: Refreshed) -> str:
     if winner is None:
         return {"interrupted": "interrupted", "late": "the time limit came first"}.get(found.outcome, "nothing could be verified")
     if found.outcome == "bsp" and winner.measurement.config.variant == "bsp":
-        return "BSP wins: no former winner is faster here"
+        return "differences are within noise; BSP is kept" if found.verdict.tie else "BSP wins: no former winner is faster here"
     return f"{winner.measurement.config.variant} is {faster(winner.speedup)}"
 
 
