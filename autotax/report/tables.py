@@ -42,6 +42,7 @@ from autotax.report.formatting import (
     won,
 )
 from autotax.tuner.comparison import TUNED
+from autotax.tuner.progress import Verdict
 from autotax.tuner.run_recorder import FINALISTS
 from autotax.tuner.statistics import median_interval
 
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from autotax.runner.measurement import Measurement
     from autotax.runner.precompile import Surveyed
     from autotax.runner.trace import Timeline
-    from autotax.tuner import Comparison, Standing, Verdict
+    from autotax.tuner import Comparison, Standing
 
 WINNER_STYLE = "bold green"
 MOST_FOLD, FEWEST_ROUNDS = 5.0, 10
@@ -71,7 +72,7 @@ def finalists(verdict: Verdict) -> Fitting:
 
 def _standings(verdict: Verdict, *, whole: bool) -> Table:
     """`whole`: with the parameters of the configs in the table."""
-    noise = scatter([standing.measurement for standing in verdict.standings], verdict.hardware)
+    noise = _scatter_of(verdict)
     table = grid(title(verdict.problem), outcome(verdict), noise, *_background(verdict))
     beside = _shows_both(standing.measurement for standing in verdict.standings)
     columns(
@@ -95,6 +96,11 @@ def _standings(verdict: Verdict, *, whole: bool) -> Table:
 
 def _ratio(verdict: Verdict, standing: Standing) -> str:
     return times(standing.speedup) + ("" if _is_baseline(verdict, standing) else f" {interval(standing.interval)}")
+
+
+def _scatter_of(found: Verdict | Comparison) -> str:
+    rows = found.standings if isinstance(found, Verdict) else [row for row in found.rows if row.measurement.verified]
+    return scatter([row.measurement for row in rows], found.hardware)
 
 
 def scatter(measured: Iterable[Measurement], hardware: Hardware) -> str:
@@ -131,7 +137,8 @@ def _bound_us(verdict: Verdict, measurement: Measurement) -> float | None:
 
 def summary(verdicts: Sequence[Verdict]) -> Group:
     """The outcome of many problems, one line each."""
-    table = grid("summary", *dict.fromkeys(place(verdict.hardware) for verdict in verdicts))
+    noise = {verdict.problem: _scatter_of(verdict) for verdict in verdicts}
+    table = grid("summary", max(noise.values(), default=""), *dict.fromkeys(place(verdict.hardware) for verdict in verdicts))
     columns(table, "problem", "winner", "median us>", "vs BSP>")
     for verdict in verdicts:
         winner = verdict.winner
@@ -139,10 +146,10 @@ def summary(verdicts: Sequence[Verdict]) -> Group:
             f"{verdict.problem.op} {verdict.problem.brief()}",
             winner.measurement.config.variant if winner else Text("nothing verified", "red"),
             microseconds(winner.measurement.latency_us if winner else None),
-            times(winner.speedup if winner else None),
+            times(winner.speedup if winner and not noise[verdict.problem] else None),
         )
-    mean = bounds.geometric_mean(verdict.winner.speedup for verdict in verdicts if verdict.winner)
-    return Group(table, Text(f"geometric mean: {faster(mean)}"))
+    mean = bounds.geometric_mean(v.winner.speedup for v in verdicts if v.winner and not noise[v.problem])
+    return Group(table, Text(f"geometric mean: {faster(mean)}" if mean else ""))
 
 
 def refreshed(found: Sequence[Refreshed], hardware: Hardware) -> Table:
@@ -195,7 +202,7 @@ def _compared(compared: Comparison, *, whole: bool) -> Table:
     """`whole`: with the parameters of the configs in the table."""
     rows, hardware = compared.rows, compared.hardware
     failed = f"it could not be compared: {compared.error}" if compared.error else ""
-    noise = scatter([row.measurement for row in rows if row.measurement.verified], hardware)
+    noise = _scatter_of(compared)
     told = [failed, noise, _distance(compared), "" if noise else _against_peer(compared)]
     told += [unusual(compared.conditions, hardware), place(hardware)]
     table = grid(f"{title(compared.problem)}: compared", *told)
@@ -262,7 +269,9 @@ def taxes(compared: Comparison) -> Table:
 
 def means(compared: Sequence[Comparison]) -> Table:
     """Geometric means over many problems, an operator a line."""
-    table = grid("geometric means", *dict.fromkeys(place(c.hardware) for c in compared))
+    noise = max(map(_scatter_of, compared), default="")
+    compared = [c for c in compared if not _scatter_of(c)]
+    table = grid("geometric means", noise, *dict.fromkeys(place(c.hardware) for c in compared))
     columns(table, "operator", "problems>", "vs BSP>", "vs best alternative>", "failed>")
     for op in dict.fromkeys(c.problem.op for c in compared):
         count, over_bsp, over_peer = bounds.means(compared, op)
@@ -455,7 +464,7 @@ def outcome(verdict: Verdict) -> str:
     else:
         low, high = verdict.winner.interval
         ended = f"{verdict.winner.measurement.config.variant} wins"
-        if not scatter([standing.measurement for standing in verdict.standings], verdict.hardware):
+        if not _scatter_of(verdict):
             ended += f": {faster(verdict.winner.speedup)} (95 % CI {low:.2f} to {high:.2f})"
     return f"{ended}; {tried}"
 

@@ -163,6 +163,23 @@ def test_samples_of_cpu_ranks_that_scatter_give_no_ratios() -> None:
     assert "push wins; 60 trials" in told and "1.31x" not in told
 
 
+def test_scattered_problems_are_in_no_mean() -> None:
+    wild = replace(a_measurement(80.0), samples=(tuple(80.0 * 50 ** (i % 2) for i in range(20)),))
+    verdict, standing = a_verdict(CPUS), Standing(wild, 1.31, (1.28, 1.33))
+    noisy = replace(verdict, problem=replace(PROBLEM, m=64), winner=standing, standings=(standing,))
+    text = seen(tables.summary([verdict, noisy]))
+    assert "1.31x" in line_of(text, "512") and "1.31x" not in line_of(text, "64") and "scatter 50-fold" in text
+    assert "geometric mean: 1.31x faster than BSP" in text and "geometric mean" not in seen(tables.summary([noisy]))
+    rows = (Row("autotax", "push", wild, 9.0), Row("bsp-eager", "bsp", a_measurement(100.0, "bsp"), 1.0))
+    mean = seen(tables.means([Comparison(PROBLEM, CPUS, ON_CPU, rows)]))
+    assert "9.00x" not in mean and "no ratios are shown" in mean
+
+
+def test_a_table_is_as_wide_as_its_cells() -> None:
+    rows = [line for line in seen(tables.means([Comparison(PROBLEM, CPUS, ON_CPU, ())])).splitlines() if "operator" in line]
+    assert len(rows[0].rstrip()) < len(CPU_NOTE), "the note below is wider, and no column is padded for it"
+
+
 def test_figures_of_search_and_finals_have_tables_of_their_own() -> None:
     records = [
         TrialRecord(number, Config.of("push", comm=number), "ok", 80.0 + number, verified=True, conditions=stage)
