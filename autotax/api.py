@@ -275,14 +275,20 @@ def compare(
     *,
     every_variant: bool = False,
     conditions: Conditions | None = None,
+    timeout_s: float | None = None,
     db: str | Path | None = None,
     backend: str | None = None,
 ) -> Comparison:
-    """Measures the tuned config, BSP and the operator's peers in one interleaved and verified run: `autotax compare`."""
+    """Measures the tuned config, BSP and the operator's peers in one interleaved and verified run: `autotax compare`.
+
+    `timeout_s` limits the seconds, the start of the ranks included. If it comes first, the comparison has no rows, and `error`
+    says so.
+    """
+    limit = TimeLimit(timeout_s)
     hardware = machine.detect(backend)
     check([problem], hardware)
     with ranks(hardware, problem.world_size) as runner:
-        return compare_on(runner, problem, hardware, as_deployed(conditions, hardware), db, every_variant)
+        return compare_on(runner, problem, hardware, as_deployed(conditions, hardware), db, every_variant, limit)
 
 
 def compare_on(
@@ -292,8 +298,9 @@ def compare_on(
     conditions: Conditions,
     db: str | Path | None,
     every_variant: bool,
+    limit: TimeLimit,
 ) -> Comparison:
-    """A comparison on ranks that run already."""
+    """A comparison on these ranks."""
     answer = lookup(problem, hardware=hardware, db=db, conditions=conditions)
     space = space_for(problem, hardware)
     with Store.open(db, create=False) as store:
@@ -308,6 +315,7 @@ def compare_on(
         baseline=baseline,
         variants=[baseline if variant == baseline.config.variant else best_of(variant, trials, space) for variant in shown],
         conditions=conditions,
+        limit=limit,
     )
     return replace(comparison, answer=answer)
 

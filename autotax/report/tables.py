@@ -192,8 +192,10 @@ def winners(found: Sequence[WinnerRecord], why: Sequence[str], of: str = "") -> 
     return listing(number(len(found), "winner"), places, names, rows)
 
 
-def comparison(compared: Comparison) -> Fitting:
-    """The rows of a comparison, measured in one interleaved run."""
+def comparison(compared: Comparison) -> Fitting | Text:
+    """The rows of a comparison, measured in one interleaved run, or why there are none."""
+    if compared.error and not compared.rows:
+        return _failed(compared)
     rows = [(row.name, row.measurement.config) for row in compared.rows]
     return Fitting(_compared(compared, whole=True), Group(_compared(compared, whole=False), legend(rows)))
 
@@ -201,9 +203,8 @@ def comparison(compared: Comparison) -> Fitting:
 def _compared(compared: Comparison, *, whole: bool) -> Table:
     """`whole`: with the parameters of the configs in the table."""
     rows, hardware = compared.rows, compared.hardware
-    failed = f"it could not be compared: {compared.error}" if compared.error else ""
     noise = _scatter_of(compared)
-    told = [failed, noise, _distance(compared), "" if noise else _against_peer(compared)]
+    told = [noise, _distance(compared), "" if noise else _against_peer(compared)]
     told += [unusual(compared.conditions, hardware), place(hardware)]
     table = grid(f"{title(compared.problem)}: compared", *told)
     operator = registry.of(compared.problem)
@@ -252,14 +253,19 @@ def _figures(measurement: Measurement, beside: bool) -> list[str]:
     return [us + ends, microseconds(measurement.back_to_back_us)]
 
 
-def taxes(compared: Comparison) -> Table:
+def _failed(compared: Comparison) -> Text:
+    return Text(f"{title(compared.problem)}: it could not be compared: {compared.error}")
+
+
+def taxes(compared: Comparison) -> Table | Text:
     """Where the time of bulk-synchronous calls goes."""
+    if compared.error and not compared.rows:
+        return _failed(compared)
     told = documents.of_taxes(compared)
-    failed = f"it could not be compared: {compared.error}" if compared.error else ""
     bsp, tuned, back = told["bsp_us"], told["tuned_us"], told["won_back"]
     outcome = f"BSP takes {microseconds(bsp)} us, {TUNED} {microseconds(tuned)} us"
     outcome += f"; of what BSP takes beyond the work {won(back)} is won back" if back is not None else ""
-    caption = failed, outcome, unusual(compared.conditions, compared.hardware), place(compared.hardware)
+    caption = outcome, unusual(compared.conditions, compared.hardware), place(compared.hardware)
     table = grid(f"{title(compared.problem)}: taxes", *caption)
     columns(table, "part", "us>", "of BSP>", "what it is")
     for tax in told["taxes"]:
@@ -267,10 +273,11 @@ def taxes(compared: Comparison) -> Table:
     return table
 
 
-def means(compared: Sequence[Comparison]) -> Table:
+def means(compared: Sequence[Comparison]) -> Table | Text:
     """Geometric means over many problems, an operator a line."""
     noise = max(map(_scatter_of, compared), default="")
-    compared = [c for c in compared if not _scatter_of(c)]
+    if not (compared := [c for c in compared if not _scatter_of(c)]):
+        return Text(noise or "nothing was compared")
     table = grid("geometric means", noise, *dict.fromkeys(place(c.hardware) for c in compared))
     columns(table, "operator", "problems>", "vs BSP>", "vs best alternative>", "failed>")
     for op in dict.fromkeys(c.problem.op for c in compared):

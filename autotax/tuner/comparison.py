@@ -18,11 +18,12 @@ from autotax.db.records import Place
 from autotax.db.staleness import differences
 from autotax.hardware import Hardware
 from autotax.operators import registry
-from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
+from autotax.runner.measurement import Candidate, Effort, Measurement, Runner, TimeIsUp
 from autotax.software import environment
 from autotax.spaces import Space
 from autotax.tuner.run_recorder import FINALISTS
 from autotax.tuner.statistics import speedup
+from autotax.tuner.time_limit import TimeLimit
 
 UNPAIRED = 0.05
 """Two standard deviations of a search's figure."""
@@ -186,19 +187,26 @@ def compare(
     baseline: Choice,
     variants: Sequence[Choice] = (),
     conditions: Conditions | None = None,
+    limit: TimeLimit | None = None,
 ) -> Comparison:
     """Measures `tuned`, BSP, each of `variants` and the operator's peers, under `conditions` (None: usual ones). Rows named
     `graph` or `eager` are launched like that under all conditions. If the conditions are in place, the rows of graphs are
     measured in place.
 
     Rows of the same config under the same conditions share one measurement. A row that fails carries its status and does not end
-    the others. Raises UsageError for conditions that the machine does not know.
+    the others. If `limit` comes first, there are no rows. Raises UsageError for conditions that the machine does not know.
     """
     conditions = as_deployed(conditions, hardware)
     labelled = _candidates(problem, hardware, tuned, baseline, conditions)
     labelled |= {choice.config.variant: (Candidate(choice.config, conditions), choice.source) for choice in variants}
     unique = list(dict.fromkeys(candidate for candidate, _ in labelled.values()))
-    measured = dict(zip(unique, runner.measure(problem, unique, EFFORT), strict=True))
+    within_s = limit.left if limit and limit.seconds is not None else None
+    try:
+        found = runner.measure(problem, unique, replace(EFFORT, within_s=within_s))
+    except TimeIsUp as stage:
+        late = f"{limit} came first ({stage}): give it more time"
+        return Comparison(problem, hardware, conditions, (), None, late)
+    measured = dict(zip(unique, found, strict=True))
     reference = measured[labelled[f"bsp-{launched(conditions, hardware)}"][0]]
     rows = tuple(
         Row(name, candidate.config.variant, measured[candidate], _speedup(reference, measured[candidate]), source)

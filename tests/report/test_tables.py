@@ -176,8 +176,9 @@ def test_scattered_problems_are_in_no_mean() -> None:
 
 
 def test_a_table_is_as_wide_as_its_cells() -> None:
-    rows = [line for line in seen(tables.means([Comparison(PROBLEM, CPUS, ON_CPU, ())])).splitlines() if "operator" in line]
-    assert len(rows[0].rstrip()) < len(CPU_NOTE), "the note below is wider, and no column is padded for it"
+    shown = seen(tables.means([Comparison(PROBLEM, CPUS, ON_CPU, ())]))
+    head = next(line.rstrip() for line in shown.splitlines() if "operator" in line)
+    assert len(head) < len(CPU_NOTE), "the note below is wider, and no column is padded for it"
 
 
 def test_figures_of_search_and_finals_have_tables_of_their_own() -> None:
