@@ -256,12 +256,9 @@ class Trials(list[TrialRecord]):
         )  # fmt: skip
 
     def _repr_html_(self) -> str:
-        """The plot that a notebook displays: the trials of the search of the first problem, and the best so far."""
-        from autotax.report.charts import search
+        from autotax.report.charts import first_search
 
-        problem = self[0].run.problem if self and self[0].run else None
-        shown = [trial for trial in self if trial.run and trial.run.problem == problem and "stage" not in trial.conditions]
-        return search(shown) if shown else repr(self)
+        return first_search(self) or repr(self)
 
 
 def trials(problem: Problem | None = None, *, status: str | None = None, db: str | Path | None = None) -> Trials:
@@ -341,8 +338,8 @@ def tune_callable(
     - `tunables`: the values of each parameter, the first of which are tried first.
     - `inputs(draw)` returns the inputs of a rank, `reference(calls, rank)` the correct float32 output of a rank.
 
-    All are functions of a module or of a script, which ranks import; lambdas and functions of a notebook cell cannot be.
-    `settings` are those of `tune`.
+    All are named functions of a module, of a script or of notebook cells. Ranks import the former; of cells, the source of the
+    functions and of what they refer to is kept in a file. `settings` are those of `tune`.
     """
     from autotax.declare import declare
 

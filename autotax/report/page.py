@@ -157,8 +157,14 @@ def _spread(winners: Sequence[WinnerRecord]) -> str:
 
 def _section(anchor: str, tuned: Sequence[TunedProblem]) -> dict[str, Any]:
     """A chart and a table of the winners, and of the problems without a winner. Then each search, folded."""
-    there = [(each.problem.brief(), each.winner) for each in tuned if each.winner]
-    winners = [winner for _, winner in there]
+    winners = [each.winner for each in tuned if each.winner]
+    there = [
+        charts.Ratio(
+            winner.problem.brief(), winner.config.variant, winner.speedup, winner.interval_low, winner.interval_high,
+            winner.latency_us, winner.baseline_us,
+        )
+        for winner in winners
+    ]  # fmt: skip
     means = f"geometric mean: {faster(geometric_mean(winner.speedup for winner in winners))}{_spread(winners)}"
     return {
         "anchor": anchor,

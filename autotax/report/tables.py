@@ -72,7 +72,7 @@ def finalists(verdict: Verdict) -> Fitting:
 
 def _standings(verdict: Verdict, *, whole: bool) -> Table:
     """`whole`: with the parameters of the configs in the table."""
-    noise = _scatter_of(verdict)
+    noise = scatter_of(verdict)
     table = grid(title(verdict.problem), outcome(verdict), noise, *_background(verdict))
     beside = _shows_both(standing.measurement for standing in verdict.standings)
     columns(
@@ -98,14 +98,11 @@ def _ratio(verdict: Verdict, standing: Standing) -> str:
     return times(standing.speedup) + ("" if _is_baseline(verdict, standing) else f" {interval(standing.interval)}")
 
 
-def _scatter_of(found: Verdict | Comparison) -> str:
-    rows = found.standings if isinstance(found, Verdict) else [row for row in found.rows if row.measurement.verified]
-    return scatter([row.measurement for row in rows], found.hardware)
-
-
-def scatter(measured: Iterable[Measurement], hardware: Hardware) -> str:
+def scatter_of(found: Verdict | Comparison) -> str:
     """A line in place of ratios if samples of CPU ranks scatter so much that medians mean nothing; else nothing."""
-    rounds = [sorted(m.rounds) for m in measured if not hardware.on_gpu and len(m.rounds) >= FEWEST_ROUNDS]
+    rows = found.standings if isinstance(found, Verdict) else [row for row in found.rows if row.measurement.verified]
+    each = [] if found.hardware.on_gpu else [sorted(row.measurement.rounds) for row in rows]
+    rounds = [times for times in each if len(times) >= FEWEST_ROUNDS]
     fold = max((times[-1 - len(times) // 10] / max(times[len(times) // 10], 1e-3) for times in rounds), default=1.0)
     if fold < MOST_FOLD:
         return ""
@@ -137,7 +134,7 @@ def _bound_us(verdict: Verdict, measurement: Measurement) -> float | None:
 
 def summary(verdicts: Sequence[Verdict]) -> Group:
     """The outcome of many problems, one line each."""
-    noise = {verdict.problem: _scatter_of(verdict) for verdict in verdicts}
+    noise = {verdict.problem: scatter_of(verdict) for verdict in verdicts}
     table = grid("summary", max(noise.values(), default=""), *dict.fromkeys(place(verdict.hardware) for verdict in verdicts))
     columns(table, "problem", "winner", "median us>", "vs BSP>")
     for verdict in verdicts:
@@ -203,7 +200,7 @@ def comparison(compared: Comparison) -> Fitting | Text:
 def _compared(compared: Comparison, *, whole: bool) -> Table:
     """`whole`: with the parameters of the configs in the table."""
     rows, hardware = compared.rows, compared.hardware
-    noise = _scatter_of(compared)
+    noise = scatter_of(compared)
     told = [noise, _distance(compared), "" if noise else _against_peer(compared)]
     told += [unusual(compared.conditions, hardware), place(hardware)]
     table = grid(f"{title(compared.problem)}: compared", *told)
@@ -275,8 +272,8 @@ def taxes(compared: Comparison) -> Table | Text:
 
 def means(compared: Sequence[Comparison]) -> Table | Text:
     """Geometric means over many problems, an operator a line."""
-    noise = max(map(_scatter_of, compared), default="")
-    if not (compared := [c for c in compared if not _scatter_of(c)]):
+    noise = max(map(scatter_of, compared), default="")
+    if not (compared := [c for c in compared if not scatter_of(c)]):
         return Text(noise or "nothing was compared")
     table = grid("geometric means", noise, *dict.fromkeys(place(c.hardware) for c in compared))
     columns(table, "operator", "problems>", "vs BSP>", "vs best alternative>", "failed>")
@@ -471,7 +468,7 @@ def outcome(verdict: Verdict) -> str:
     else:
         low, high = verdict.winner.interval
         ended = f"{verdict.winner.measurement.config.variant} wins"
-        if not _scatter_of(verdict):
+        if not scatter_of(verdict):
             ended += f": {faster(verdict.winner.speedup)} (95 % CI {low:.2f} to {high:.2f})"
     return f"{ended}; {tried}"
 
