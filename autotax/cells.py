@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import linecache
 import symtable
 import sys
 import textwrap
@@ -71,10 +72,9 @@ class _Cells:
 
     def _defined(self, name: str, value: Any) -> str:
         plain = _plain(value)
-        try:
-            text = textwrap.dedent(inspect.getsource(plain))
-        except (OSError, TypeError):
-            raise UsageError(f"{name} has no source that Python can find: define it in a cell") from None
+        text = _source(plain)
+        if not text:
+            raise UsageError(f"{name} has no source that Python can find: define it in a cell")
         if plain.__name__ != name:
             text += f"\n{name} = {plain.__name__}\n"
         if getattr(plain, "__closure__", None):
@@ -88,6 +88,23 @@ def _plain(value: Any) -> Any:
     """The function inside of what a decorator made, or a class."""
     inner = getattr(value, "fn", value)  # of triton.jit
     return inspect.unwrap(inner) if callable(inner) else inner
+
+
+def _source(plain: Any) -> str:
+    """The source of a function or class; empty if there is none. `inspect` finds no classes of modules without a file."""
+    if not isinstance(plain, type):
+        with suppress(OSError, TypeError):
+            return textwrap.dedent(inspect.getsource(plain))
+        return ""
+    for file, entry in reversed(list(linecache.cache.items())):
+        if len(entry) < 3 or Path(file).exists():  # a cell has lines, and no file
+            continue
+        with suppress(SyntaxError):  # of a cell with magics
+            for node in ast.parse("".join(lines := entry[2])).body:
+                if isinstance(node, ast.ClassDef) and node.name == plain.__name__:
+                    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                    return "".join(lines[first - 1 : node.end_lineno])
+    return ""
 
 
 def _of_a_cell(value: Any) -> bool:
