@@ -16,7 +16,8 @@ import pytest
 TOUR = Path(__file__).parents[2] / "examples/tour.ipynb"
 EXPECTED = {
     "tune": "<Verdict all-gather-gemm/", "rows": "'variant': 'bsp'", "plot(verdict)": "<Plot: all-gather-gemm",
-    "trials(": "<Trials: ", "plot(trials)": "the search>", "tune_callable": "<Verdict notebook-make/", "compare(": "<Comparison all-gather-gemm/",
+    "trials(": "<Trials: ", "plot(trials)": "the search>",
+    "tune_callable": "<Verdict notebook-make/", "compare(": "<Comparison all-gather-gemm/",
 }  # fmt: skip
 """What a cell that has a text shows, or begins to show."""
 
