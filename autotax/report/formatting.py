@@ -214,14 +214,14 @@ def config_text(config: Config) -> Text:
     return text.append(f" {parameters(config)}", "dim") if config.params else text
 
 
-def legend(configs: list[tuple[str, Config]]) -> Table:
-    """The parameters of configs by the names of their rows, for screens whose tables have no room for them."""
+def legend(rows: Iterable[tuple[str, Config, str]]) -> Table:
+    """Name, parameters and rates of each row, for screens whose tables have no room for them."""
     lines = Table.grid(padding=(0, 2))
     lines.add_column(style="dim", no_wrap=True)
     lines.add_column(overflow="fold")
-    for name, config in configs:
-        if config.params:
-            lines.add_row(name, Text(parameters(config), "dim"))
+    for name, config, rates in rows:
+        if facts := [*([rates] if rates else []), *([parameters(config)] if config.params else [])]:
+            lines.add_row(name, Text("; ".join(facts), "dim"))
     return lines
 
 

@@ -203,7 +203,7 @@ def _search(tuned: TunedProblem) -> dict[str, Any]:
         "told": f"{tuned.problem.brief()}: {number(len(trials), 'trial')}, {counts(Counter(trial.status for trial in trials))}",
         "drawing": Markup(charts.search(trials)),
         "caption": CAPTION,
-        "variants": table(["variant", ">trials", ">verified", ">best us", "with"], lines),
+        "variants": table(["variant", ">trials", ">verified", ">best of the search, us", "with"], lines),
         "failed": table([">trials", "status", "because"], reasons) if reasons else None,
     }
 

@@ -66,7 +66,9 @@ REFRESHED_STYLES = {"kept": "green", "bsp": "yellow"}
 def finalists(verdict: Verdict) -> Fitting:
     """The finalists of a run against bulk-synchronous (BSP), the fastest first."""
     wide, narrow = _standings(verdict, whole=True), _standings(verdict, whole=False)
-    ranked = [(str(rank), standing.measurement.config) for rank, standing in enumerate(verdict.standings, 1)]
+    measured = [standing.measurement for standing in verdict.standings]
+    rates = [_told_rates(verdict, each, _bound_us(verdict, each)) for each in measured]
+    ranked = [(str(rank), each.config, told) for rank, (each, told) in enumerate(zip(measured, rates, strict=True), 1)]
     return Fitting(wide, Group(narrow, legend(ranked)))
 
 
@@ -76,7 +78,7 @@ def _standings(verdict: Verdict, *, whole: bool) -> Table:
     table = grid(title(verdict.problem), outcome(verdict), noise, *_background(verdict))
     beside = _shows_both(standing.measurement for standing in verdict.standings)
     columns(
-        table, "", "config" if whole else "variant", *_columns(beside), *(rates := _rate_columns(verdict, whole)),
+        table, "", "config" if whole else "variant", *_columns(beside), *(rates := _rate_columns(verdict) if whole else []),
         "vs BSP [95 %]>", "verified", "verdict|",
     )  # fmt: skip
     for rank, standing in enumerate(verdict.standings, 1):
@@ -109,9 +111,9 @@ def scatter_of(found: Verdict | Comparison) -> str:
     return f"samples of one config scatter {fold:.0f}-fold, so medians mean little here and no ratios are shown"
 
 
-def _rate_columns(shown: Verdict | Comparison, whole: bool) -> list[str]:
-    """The columns of rates, on GPUs and where there is room: TFLOP/s of products, GB/s of all else."""
-    if not (whole and shown.hardware.on_gpu):
+def _rate_columns(shown: Verdict | Comparison) -> list[str]:
+    """The columns of rates, on GPUs: TFLOP/s of products, GB/s of all else."""
+    if not shown.hardware.on_gpu:
         return []
     there = {"TFLOP/s>": shown.problem.flops, "GB/s>": not shown.problem.flops, "of bound>": registry.of(shown.problem).bounds}
     return [name for name, known in there.items() if known]
@@ -125,6 +127,13 @@ def _rates(problem: Problem, measurement: Measurement, names: Sequence[str], bou
     found = {"TFLOP/s>": f"{problem.flops / us / 1e6:.0f}", "GB/s>": f"{problem.nbytes / us / 1e3:.0f}"}
     found["of bound>"] = share(bound_us / us) if bound_us and bound_us <= us else "-"
     return [found[name] for name in names]
+
+
+def _told_rates(shown: Verdict | Comparison, measurement: Measurement, bound_us: float | None) -> str:
+    """`412 TFLOP/s, 75 % of bound`"""
+    names = _rate_columns(shown)
+    rates = zip(names, _rates(shown.problem, measurement, names, bound_us), strict=True)
+    return ", ".join(f"{rate} {name.rstrip('>')}" for name, rate in rates if rate != "-")
 
 
 def _bound_us(verdict: Verdict, measurement: Measurement) -> float | None:
@@ -193,7 +202,9 @@ def comparison(compared: Comparison) -> Fitting | Text:
     """The rows of a comparison, measured in one interleaved run, or why there are none."""
     if compared.error and not compared.rows:
         return _failed(compared)
-    rows = [(row.name, row.measurement.config) for row in compared.rows]
+    bound = bounds.bound_of(compared)
+    rates = [_told_rates(compared, row.measurement, bound.us if bound else None) for row in compared.rows]
+    rows = [(row.name, row.measurement.config, told) for row, told in zip(compared.rows, rates, strict=True)]
     return Fitting(_compared(compared, whole=True), Group(_compared(compared, whole=False), legend(rows)))
 
 
@@ -210,7 +221,7 @@ def _compared(compared: Comparison, *, whole: bool) -> Table:
     beside = _shows_both(row.measurement for row in rows)
     columns(
         table, "", "config" if whole else "variant", *(["chosen as"] if sources else []), *_columns(beside),
-        *(rates := _rate_columns(compared, whole)), "vs BSP>", "verified", "status",
+        *(rates := _rate_columns(compared) if whole else []), "vs BSP>", "verified", "status",
     )  # fmt: skip
     bound = bounds.bound_of(compared)
     timed = [row for row in rows if row.speedup is not None and row.name != part]

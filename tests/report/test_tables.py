@@ -142,6 +142,9 @@ def test_rates_stand_beside_microseconds_and_no_share_exceeds_the_bound() -> Non
         Row("cublas", "product", a_measurement(60.0, "product"), 1.67),
     )
     text = seen(tables.comparison(Comparison(PROBLEM, GPUS, Conditions(), rows)))
+    assert f"{PROBLEM.flops / 80.0 / 1e6:.0f} TFLOP/s, 75 % of bound" in seen(
+        tables.comparison(Comparison(PROBLEM, GPUS, Conditions(), rows)), width=66
+    ), "below a table that has no room"
     assert "TFLOP/s" in text and f" {PROBLEM.flops / 80.0 / 1e6:.0f} " in line_of(text, "push")
     assert " 75 % " in line_of(text, "push")
     decode = FlashDecode(8, 64, 8, 128, 32768, "bf16", 4)
