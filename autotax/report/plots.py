@@ -36,6 +36,10 @@ def plot(result: Verdict | Comparison | Sequence[TrialRecord]) -> Plot:
     Args:
         result: A verdict or a comparison: its rows, in times of BSP with 95 % intervals. Trials: the search of the first problem,
             trial by trial, and the best so far.
+
+    Returns:
+        A plot that a notebook displays. Where samples of CPU ranks scatter so that ratios mean nothing, it has no picture and
+        says so.
     """
     if isinstance(result, Verdict | Comparison):
         about = f"{title(result.problem)}: {outcome(result) if isinstance(result, Verdict) else 'compared'}"

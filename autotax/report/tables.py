@@ -79,7 +79,7 @@ def _standings(verdict: Verdict, *, whole: bool) -> Table:
     beside = _shows_both(standing.measurement for standing in verdict.standings)
     columns(
         table, "", "config" if whole else "variant", *_columns(beside), *(rates := _rate_columns(verdict) if whole else []),
-        "vs BSP [95 %]>", "verified", "verdict|",
+        "vs BSP [95 %]>", *(["verified"] if whole else []), "verdict|",
     )  # fmt: skip
     for rank, standing in enumerate(verdict.standings, 1):
         measurement = standing.measurement
@@ -89,7 +89,7 @@ def _standings(verdict: Verdict, *, whole: bool) -> Table:
             *_figures(measurement, beside),
             *_rates(verdict.problem, measurement, rates, _bound_us(verdict, measurement)),
             "-" if noise else _ratio(verdict, standing),
-            "yes" if measurement.verified else "no",
+            *(["yes" if measurement.verified else "no"] if whole else []),
             _mark(verdict, standing),
             style=WINNER_STYLE if standing == verdict.winner else "",
         )

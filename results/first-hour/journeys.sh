@@ -23,7 +23,7 @@ failed=0
 step() {
   local told=${*//$root\//}
   echo "${told//$python/python}"
-  { time timeout -k 5 "${LIMIT:-120}" "$@" >out 2>err; } 2>&1 || { failed=1; echo "    exit code not 0: $(tail -n 1 err)"; }
+  { time timeout --foreground -k 5 "${LIMIT:-120}" "$@" >out 2>err; } 2>&1 || { failed=1; echo "    exit code not 0: $(tail -n 1 err)"; }
 }
 
 journey() {
@@ -35,7 +35,7 @@ echo "$ranks x $where; load average $(cut -d' ' -f1 /proc/loadavg) on $(nproc) c
 journey "1. To the first table"
 # shellcheck disable=SC2086
 step "$python" -m autotax tune all-gather-gemm --m $((128 * ranks)) $sizes --trials 4
-sed 's/ *$/ /; s/^/    | /' out
+sed 's/ *$//; s/^/    | /; s/ *$//' out
 journey "2. To the first kernel of one's own"
 step "$python" -m autotax new operator my-sum
 step "$python" -m autotax tune my-sum --n 512 --dtype fp32 --trials 2 --soak 2 --load my_sum.py
