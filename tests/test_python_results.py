@@ -36,6 +36,7 @@ def test_representations_are_short_and_say_what_was_found(tmp_path: Path, monkey
         verdict = tune(store, SyntheticRunner(gemm_landscape), trials=20)
         trials = autotax.trials(db=store.url)
     assert len(repr(verdict)) < 400 and "x over BSP [" in repr(verdict) and repr(verdict).endswith("; 20 trials>")
+    assert all(len(repr(trial)) < 1000 for trial in trials), "without samples"
     assert repr(trials).startswith(f"<Trials: {len(trials)} (") and len(autotax.trials(status="hang", db=store.url)) == 0
     for result, words in ((trials, "the search"), (verdict, " wins: "), (compared(verdict), "compared")):
         shown = autotax.plot(result)

@@ -42,6 +42,10 @@ def test_the_bar_takes_what_the_figures_leave(width: int) -> None:
     assert len(bar.rstrip()) > width - 3 and bar.index("30/60") > width - 60
 
 
+def test_progress_is_short() -> None:
+    assert repr(at(30, 60.0)) == f"<Progress {PROBLEM.key}: searching, 30 of 60 trials, best push(comm=16) 118.2 us>"
+
+
 def test_nothing_beats_bsp_yet() -> None:
     display = Display(PROBLEM, GPUS)
     display.progress(at(1, 3.0, best=a_measurement(154.9, "bsp")))
