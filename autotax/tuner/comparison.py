@@ -116,7 +116,8 @@ BASELINES = ("bsp-graph", "bsp-eager")
 @dataclass(frozen=True)
 class Row:
     """`speedup` is over BSP, from paired samples. BSP is launched like the comparison: in a graph, or eager on CPU ranks. It is
-    None if either row is not verified. `source` names the evidence for the choice of the config; None if there was no choice.
+    None if either row is not verified, and for eager calls beside calls in place. `source` names the evidence for the choice of
+    the config; None if there was no choice.
     """
 
     name: str
@@ -169,6 +170,8 @@ class Comparison:
         """The best alternative: the fastest verified row that is not autotax."""
         peers = (name for peer in registry.of(self.problem).peers.values() if not peer.part for name in peer.rows())
         rows = [row for name in (*BASELINES, *peers) if (row := self.row(name)) and row.measurement.samples]
+        if tuned := self.row(TUNED):
+            rows = [row for row in rows if _alike(row.measurement, tuned.measurement)]
         return min(rows, key=lambda row: row.measurement.latency_us or 0.0, default=None)
 
     @property
@@ -251,4 +254,9 @@ def _candidates(
 def _speedup(reference: Measurement, measurement: Measurement) -> float | None:
     if not (reference.verified and measurement.verified and reference.samples and measurement.samples):
         return None
-    return speedup(reference.rounds, measurement.rounds)[0]
+    return speedup(reference.rounds, measurement.rounds)[0] if _alike(reference, measurement) else None
+
+
+def _alike(one: Measurement, other: Measurement) -> bool:
+    """Whether figures of two rows can be compared: an eager call has none in place."""
+    return one.candidate.conditions.in_place == other.candidate.conditions.in_place

@@ -140,6 +140,8 @@ def test_rows_of_graphs_are_in_place_and_tell_both_figures() -> None:
     found = compared(Both(lambda _: 100.0, noise=0.0))
     rows = {row["name"]: row for row in documents.of_comparison(found)["rows"]}
     assert (rows["autotax"]["back_to_back_us"], rows["bsp-eager"]["back_to_back_us"]) == (80.0, None)
+    assert (rows["bsp-graph"]["speedup_vs_bsp"], rows["bsp-eager"]["speedup_vs_bsp"]) == (1.0, None), "no ratio of two kinds"
+    assert found.peer and found.peer.name == "bsp-graph"
     assert rows["bsp-graph"]["interval_us"] == pytest.approx([100.0, 100.0])
     text = seen(tables.comparison(found), 200)
     assert "in place us [95 %]" in text and "back to back us" in text
