@@ -36,8 +36,8 @@ def say(message: str, code: int = 0) -> int:
 
 
 def folded(text: str, width: int) -> list[str]:
-    """Lines of at most `width` columns, of words that are never broken. Lines within a command, which is in backticks or behind
-    `next:`, end with a backslash, so that a shell takes the copied lines.
+    """Lines of at most `width` columns, of words that are never broken. A command stands in backticks or behind `next:`. Its
+    lines end with a backslash, so a shell takes the copied lines.
     """
     lines, quotes, following = [""], 0, math.inf
     for place, word in enumerate(text.split()):
