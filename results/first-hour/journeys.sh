@@ -10,7 +10,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-export COLUMNS=80 PYTHONPATH=$root AUTOTAX_DB=$folder/autotax.db TIMEFORMAT='    %1R s, processor %1U + %1S s'
+export COLUMNS=80 PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} AUTOTAX_DB=$folder/autotax.db TIMEFORMAT='    %1R s, processor %1U + %1S s'
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
   where=$(nvidia-smi -i 0 --query-gpu=name --format=csv,noheader) sizes="--n 7168 --k 8192"
   ranks=$("$python" -c 'import torch; print(torch.cuda.device_count())')
@@ -23,7 +23,7 @@ failed=0
 step() {
   local told=${*//$root\//}
   echo "${told//$python/python}"
-  { time timeout --foreground -k 5 "${LIMIT:-120}" "$@" >out 2>err; } 2>&1 || { failed=1; echo "    exit code not 0: $(tail -n 1 err)"; }
+  { time timeout --foreground -k 5 "${LIMIT:-120}" "$@" >out 2>err; } 2>&1 || { failed=1; echo "    exit code not 0: $(grep -v "^=*$" err | tail -n 1)"; }
 }
 
 journey() {
