@@ -54,7 +54,7 @@ GLOSSARY = (
     ("95 % interval", "The confidence interval of the speed-up. A tie is a winner whose interval holds 1."),
     ("Stale", "A winner that was measured with other kernel sources. Run `autotax refresh` to prove it again."),
     ("Best alternative", "The fastest measured row that is not autotax."),
-    ("Bound", "The least time that the links, the memory or the product alone allow."),
+    ("Bound", "The least time that the links, the memory or the product alone allow. Beaten: a row was faster, so it is none."),
     ("Won back", "The share of BSP's time beyond the work itself that the tuned config saves."),
 )
 
