@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from autotax.core.conditions import Conditions
+from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.db.index import bucket, buckets_up_to
 from autotax.db.lookup import peek
@@ -36,6 +37,9 @@ def token_ranges(
     ranks: int,
     *,
     output: str = "replicated",
+    scales: str = "none",
+    result: str = "bf16",
+    quantize: str = "none",
     most: int = MOST_TOKENS,
     hardware: Hardware | None = None,
     db: str | Path | None = None,
@@ -44,9 +48,14 @@ def token_ranges(
     """Numbers of tokens, first and last of each range, for which a row-parallel layer has a winner that is not bulk-synchronous.
 
     The layer's weight is [n, k] on each rank; `output` is "replicated" for an all-reduce, "scattered" for a reduce-scatter.
+    `scales`, `result` and `quantize` are those of a weight in e4m3. There are none for sizes that kernels do not take.
     """
     answered = {"hardware": hardware, "db": db, "conditions": conditions}
-    return _won(lambda tokens: GemmReduceScatter(tokens, n, k, dtype, output, ranks), most, answered)
+    more = output, ranks, "nk", scales, result, quantize
+    try:
+        return _won(lambda tokens: GemmReduceScatter(tokens, n, k, dtype, *more), most, answered)
+    except UsageError:
+        return []
 
 
 def merge_ranges(

@@ -17,10 +17,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from autotax.engines import batch_invariance
-from autotax.engines.contracts import Contract, Part, take
+from autotax.engines.contracts import Contract, Part, first_broken, take
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from autotax.engines.rows import Row, Stored
 
 
 def dcp_a2a_lse_reduce(
@@ -129,6 +131,12 @@ _ROW_PARALLEL = (
     Contract("vllm.distributed.parallel_state", "get_tp_group", ()),
     Contract("vllm.distributed.parallel_state", "GroupCoordinator.all_reduce", ("self", "input_")),
 )  # fmt: skip
+_QUANTISED = "vllm.model_executor.layers.quantization"
+_FP8 = (
+    Contract(f"{_QUANTISED}.fp8", "Fp8LinearMethod.apply", ("self", "layer", "x", "bias")),
+    Contract(f"{_QUANTISED}.fp8", "Fp8LinearMethod.process_weights_after_loading", ("self", "layer")),
+    Contract(f"{_QUANTISED}.input_quant_fp8", "QuantFP8.forward_native", ("self", "x", "scale", "scale_ub", "use_triton")),
+)
 _MERGING = tuple(Contract(_DCP, name, _MERGE) for name in MERGES)
 _EAGER = {
     "vllm.models.common.ops.fused_allreduce_rms_norm": ("fused_allreduce_rms_norm", 0),
@@ -149,7 +157,7 @@ _FUSING = Contract(
 )  # fmt: skip
 _library: Any = None
 """Holds our implementation of vLLM's fused operator."""
-CONTRACTS = (*_ROW_PARALLEL, *_MERGING, *_NORMING.values(), _FUSING)
+CONTRACTS = (*_ROW_PARALLEL, *_FP8, *_MERGING, *_NORMING.values(), _FUSING)
 log = logging.getLogger("autotax")
 
 
@@ -303,6 +311,8 @@ def tuned_layer(base: type[Any]) -> type[Any]:
     """vLLM's RowParallelLinear with a sum that is tuned."""
     import torch
 
+    from autotax.engines import rows
+
     @torch.compiler.assume_constant_result
     def invariant() -> bool:
         return batch_invariance.vllm()
@@ -310,12 +320,13 @@ def tuned_layer(base: type[Any]) -> type[Any]:
     class TunedRowParallelLinear(base):
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
-            self._autotax_group = _group_of(self)
+            self._autotax_row = _row_of(self)
 
         def forward(self, input_: Any) -> Any:
-            if not self._autotax_group or invariant():
+            # Other inputs were quantised by the norm in front of the layer.
+            if self._autotax_row is None or invariant() or not isinstance(input_, torch.Tensor):
                 return super().forward(input_)
-            output = torch.ops.autotax.fused_matmul_all_reduce(input_, self.weight.t(), self._autotax_group)
+            output = rows.run(self._autotax_row, self, input_)
             if not self.return_bias:
                 return output
             return output, self.bias if self.skip_bias_add else None
@@ -325,25 +336,63 @@ def tuned_layer(base: type[Any]) -> type[Any]:
     return TunedRowParallelLinear
 
 
-def _group_of(layer: Any) -> str:
-    """The name of the group whose ranks sum a layer's products, if a winner does it faster; else empty."""
+def _row_of(layer: Any) -> Row | None:
+    """How a layer sums its products where a winner does it faster. That of an FP8 weight follows when vLLM has stored it."""
     from vllm.distributed.parallel_state import get_tp_group
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    from autotax.engines.thresholds import agreed, listed, token_ranges
-    from autotax.nn.consensus import DTYPES
-    from autotax.torch import symm_mem
+    from autotax.engines import rows
 
-    plain = type(layer.quant_method) is UnquantizedLinearMethod and layer.params_dtype in DTYPES
     no_bias = layer.bias is None or layer.skip_bias_add
-    if not (plain and no_bias and layer.reduce_results and layer.input_is_parallel and layer.tp_size > 1):
-        return ""
-    ranges = token_ranges(layer.output_size, layer.input_size_per_partition, DTYPES[layer.params_dtype], layer.tp_size)
-    group, layer_name = get_tp_group(), layer.prefix or type(layer).__name__
-    ranges = agreed([] if batch_invariance.vllm() else ranges, layer_name, group.device_group, group.device)
-    if not ranges:
-        return ""
-    name = str(group.device_group.group_name)
-    symm_mem.reduce_by(name, group.all_reduce)
-    log.info("autotax serves %s for %s tokens", layer_name, listed(ranges))
-    return name
+    summed = layer.reduce_results and layer.input_is_parallel and layer.tp_size > 1
+    if not (no_bias and summed) or batch_invariance.vllm():
+        return None
+    group, name = get_tp_group(), layer.prefix or type(layer).__name__
+    if type(layer.quant_method) is UnquantizedLinearMethod:
+        sizes = layer.output_size, layer.input_size_per_partition
+        return rows.plain_row(*sizes, layer.params_dtype, group, group.device, name)
+    kernel = getattr(layer.quant_method, "fp8_linear", None) or getattr(getattr(layer, "scheme", None), "fp8_linear", None)
+    if kernel is not None:
+        stored = first_broken(_FP8) or _stored(layer, kernel)
+        if isinstance(stored, str):
+            rows.left(name, stored)
+        else:
+            _follow_weight(layer.quant_method, stored, kernel.config.out_dtype, group, name)
+    return None
+
+
+def _follow_weight(method: Any, stored: Stored, result: Any, group: Any, name: str) -> None:
+    """Gives a layer its row each time that vLLM has stored the layer's weight: before that its layout is another one."""
+    from autotax.engines import rows
+
+    process = method.process_weights_after_loading
+
+    @functools.wraps(process)
+    def processed(layer: Any) -> None:
+        process(layer)
+        k = layer.input_size_per_partition
+        layer._autotax_row = None if batch_invariance.vllm() else rows.scaled_row(layer, stored, result, k, group, name)
+
+    method.process_weights_after_loading = processed
+
+
+_QUANTIZE = {
+    (True, (-1, -1), (-1, -1)): "static",
+    (False, (1, -1), (-1, -1)): "row",
+    (False, (1, -1), (-1, 1)): "row",
+    (False, (1, 128), (128, 128)): "block",
+}
+"""By whether scales of inputs are static, and the groups of inputs and weights that share one; -1 is a whole dimension."""
+
+
+def _stored(layer: Any, kernel: Any) -> Stored | str:
+    """How vLLM stores the FP8 weight of a layer, or why the layer is left."""
+    from autotax.engines.rows import Stored
+
+    inputs, weights = kernel.config.activation_quant_key, kernel.config.weight_quant_key
+    quantize = _QUANTIZE.get((inputs.scale.static, tuple(inputs.scale.group_shape), tuple(weights.scale.group_shape)))
+    if quantize is None:
+        return f"inputs are quantised as {inputs} and weights as {weights}"
+    if quantize == "block" and getattr(getattr(kernel, "base", kernel).quant_fp8, "use_ue8m0", False):
+        return "scales of its blocks are powers of two"
+    return Stored(quantize, "weight_scale_inv" if hasattr(layer, "weight_scale_inv") else "weight_scale")

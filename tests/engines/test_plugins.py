@@ -14,6 +14,7 @@ from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.engines import sglang, vllm
 from autotax.engines.thresholds import merge_ranges, norm_ranges, token_ranges
+from autotax.operators import scaled
 from autotax.operators.problems import AllReduceNorm, DecodeMerge, GemmReduceScatter
 from autotax.runner.ranks import Ranks
 from tests.engines import checks, stand_ins
@@ -53,6 +54,45 @@ def test_layers_of_sglang_gather_and_sum_as_their_winners_say(ranks: Ranks, tmp_
         assert sums == 0
         assert told.taken == 2, str(told)
         assert {each.runs for each in told.calls if each.taken} == {str(PUSH), str(ONE)}
+
+
+def fp8_winners(path: Path) -> str:
+    """Winners for up to 16 tokens of each way to quantise."""
+    kept: dict[Problem, Config] = {}
+    for quantize, layout in scaled.SCALES_OF.items():
+        problem = GemmReduceScatter(
+            16, checks.N8, checks.K8 // WORLD, "e4m3", "replicated", WORLD, scales=layout, quantize=quantize
+        )
+        kept[problem] = Config.of("scaled_words", payload="bf16", product="16x32x2x4", splits=1, shots="one")
+    return database(path, kept)
+
+
+FEW = [0, 0, 1]
+"""The framework multiplies for 50 tokens, which have no winner, and not for 16 and 14."""
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.volume)], ids=["eager", "compiled"])
+def test_fp8_layers_of_vllm_are_ours_for_numbers_of_tokens_with_a_winner(ranks: Ranks, tmp_path: Path, compiled: bool) -> None:  # noqa: F811
+    for told, own, lines in ranks.run(checks.vllm_fp8, fp8_winners(tmp_path / "a.db"), compiled, timeout=120):
+        assert own == [*FEW * 4, *[1] * 6]
+        assert (told.taken, told.left) == (8, 4), str(told)
+        assert "autotax leaves odd as it is: scales of its blocks are powers of two" in lines
+        assert "autotax leaves odd as it is: its inputs have an upper bound of scales" in lines
+        assert "autotax serves channel for 13 to 16 tokens" in lines
+
+
+def test_fp8_layers_of_sglang_are_ours_for_numbers_of_tokens_with_a_winner(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    for told, own, lines in ranks.run(checks.sglang_fp8, fp8_winners(tmp_path / "a.db"), timeout=120):
+        assert own == [*FEW * 5, *[1] * 3]
+        assert (told.taken, told.left) == (10, 5), str(told)
+        left = f"autotax leaves a row-parallel layer of {checks.N8} x 256 as it is"
+        assert f"{left}: scales of its blocks are powers of two" in lines
+
+
+def test_fp8_layers_without_winners_are_the_frameworks(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    for told, own, lines in ranks.run(checks.vllm_fp8, database(tmp_path / "none.db", {}), False, timeout=120):
+        assert own == [1] * 18 and (told.taken, told.left) == (0, 0)
+        assert "autotax leaves block as it is: no winner is faster for any number of tokens" in lines
 
 
 def merged(tokens: int) -> DecodeMerge:
