@@ -18,7 +18,6 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
-from autotax.heap.collective_errors import together
 from autotax.nn.base import NO_BACKWARD, NO_OUT, Group, Unknown, increment_version
 from autotax.nn.fallback import PlainLinear, PlainRowLinear, all_gather
 from autotax.nn.groups import on_device
@@ -374,18 +373,8 @@ class RowParallelLinear(ParallelLinear):
         return call if call is self._plain or getattr(call, "ADDS", False) else adding_behind(call)
 
     def _operators(self, requested: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Any]:
-        """Also compiles kernels for calls that add: a rank must not compile while its peers wait for it."""
-        kernels = super()._operators(requested, hardware, notes)
-        for kernel in kernels:
-            if getattr(kernel, "ADDS", False):
-                assert self._world is not None
-                what = f"compile {kernel.config} for {kernel.problem.key}, with bias and residual"
-                with together(self._world, what), kernel.context.rehearsal():
-                    for smaller, (x, weight, out) in self._rehearsals(kernel.problem):
-                        fit = kernel.fitted(smaller)
-                        if fit:
-                            fit(x, weight, out, out.new_empty(out.shape[-1:]), torch.empty_like(out))
-        return kernels
+        """Also compiles kernels for calls that add."""
+        return self._with_additions(super()._operators(requested, hardware, notes))
 
     def _problem_of(self, m: int, n: int, k: int, dtype: str, ranks: int) -> GemmReduceScatter:
         return GemmReduceScatter(m, n, k, dtype, self.OUTPUT, ranks, self._layout)
