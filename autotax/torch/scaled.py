@@ -1,7 +1,7 @@
 """Torch's fused operators with products of e4m3: their calls as problems, and the operators that `install` puts in their place.
 
 `scaled_matmul_all_reduce` has no counterpart in torch: it is the row-parallel layer with an FP8 weight of a serving engine.
-A call keeps torch's own operator where it has a bias in front of the collective, a scale of the result, e5m2, gathers or scatters
+A call keeps torch's own operator where it has a bias in front of the collective, a scale of the result, gathers or scatters
 another dimension than the first, or has scales of blocks. Fast accumulation is a permission: kernels here do not use it.
 """
 
@@ -43,6 +43,8 @@ FALLBACKS = {
 }
 TORCHS = {GATHER_SCALED: "_fused_all_gather_scaled_matmul", SCATTER_SCALED: "_fused_scaled_matmul_reduce_scatter"}
 CODES = torch.float8_e4m3fn
+OPERANDS = {CODES: "e4m3", torch.float8_e5m2: "e5m2"}
+"""Types of A: gradients come in e5m2."""
 RESULTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -50,8 +52,8 @@ def _require(a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype | None, b
     """The type of a result. Raises NotTaken."""
     if b.dim() != 2 or a.dim() < 2:
         raise NotTaken(_TORCHS)
-    if a.dtype is not CODES or b.dtype is not CODES:
-        raise NotTaken(f"A is {a.dtype} and B {b.dtype}; kernels multiply {CODES}")
+    if a.dtype not in OPERANDS or b.dtype is not CODES:
+        raise NotTaken(f"A is {a.dtype} and B {b.dtype}; kernels multiply {CODES}, or an A in e5m2 by it")
     if dtype not in RESULTS:
         raise NotTaken(f"the result is {dtype}; kernels give {', '.join(map(str, RESULTS))}")
     if bias is not None or result_scale is not None:
@@ -100,7 +102,8 @@ class ScaledGatherCall:
         n, k = bs[first].shape[1], a.shape[-1]
         if any(b.shape[0] != k for b in bs):
             raise NotTaken(_TORCHS)
-        problem = AllGatherGemm(rows * ranks, n, k, "e4m3", "m", ranks, "nk", layouts.pop(), names[first])
+        fields = layouts.pop(), names[first], "none", OPERANDS[a.dtype]
+        problem = AllGatherGemm(rows * ranks, n, k, "e4m3", "m", ranks, "nk", *fields)
         return cls(problem, first, tuple(dtype for dtype, *_ in more if dtype))
 
     def require(self, kernel: Any) -> None:
@@ -149,7 +152,8 @@ class ScaledScatterCall:
         if dims != (0, 0) or reduce_op not in ("sum", "avg") or rows % ranks or a.shape[-1] != b.shape[0]:
             raise NotTaken("another dimension than the first is scattered, or ranks do not divide it")
         layout = _layout(scale_a, scale_b, rows, rows)
-        problem = GemmReduceScatter(rows, b.shape[1], b.shape[0], "e4m3", "scattered", ranks, "nk", layout, name)
+        fields = layout, name, "none", OPERANDS[a.dtype]
+        problem = GemmReduceScatter(rows, b.shape[1], b.shape[0], "e4m3", "scattered", ranks, "nk", *fields)
         return cls(problem, reduce_op == "avg")
 
     def require(self, kernel: Any) -> None:

@@ -149,7 +149,8 @@ def replayed_scaled(world: World, layer_of: type[Any], quantize: str, variant: s
 
     def drawn(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         weight = normal(N, K, seed=seed, dtype=torch.float8_e4m3fn).to(world.device)
-        return weight, (normal(*scales_shape(layout, N, K, weight=True), seed=50 + seed, dtype=torch.float32).abs() + 0.1).to(world.device)
+        of_weight = normal(*scales_shape(layout, N, K, weight=True), seed=50 + seed, dtype=torch.float32).abs() + 0.1
+        return weight, of_weight.to(world.device)
 
     pairs = [drawn(seed) for seed in range(size)]
     weight, scales = pairs[rank]
