@@ -99,8 +99,8 @@ def check(problem: Any) -> None:
             )
     if problem.operand != "e4m3" and (problem.quantize != "none" or problem.scales == "block"):
         raise UsageError(
-            f"operand is {problem.operand!r} with scales {problem.scales}, quantize {problem.quantize}; allowed are scales tensor "
-            "and row without quantize: leave --operand out"
+            f"operand is {problem.operand!r} with scales {problem.scales}, quantize {problem.quantize}; it takes scales "
+            "tensor or row, and no quantize: leave --operand out"
         )
     if problem.quantize != "none" and problem.scales != SCALES_OF[problem.quantize]:
         fitting = SCALES_OF[problem.quantize]

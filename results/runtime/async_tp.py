@@ -7,8 +7,8 @@ Three editions of the same weights. `NCCL`: torch.compile as it is. `torch async
 gradients of the input and all weights, are compared with NCCL's; replays are timed in turn. A round's time is the maximum over
 the ranks.
 
-With --fp8 the layers hold weights in e4m3 with scales of rows, and quantise their inputs by rows, as a program on torch alone does
-it; the gathers carry codes and scales.
+With --fp8 the layers hold weights in e4m3 with scales of rows, and quantise their inputs by rows, in a program on torch alone.
+The gathers carry codes and scales.
 
 Two CPU ranks run it too, to try the script: eagerly, with small sizes, and torch's fused operators as plain collectives.
 """

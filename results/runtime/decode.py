@@ -50,7 +50,7 @@ from autotax.tuner.statistics import speedup
 NCCL, FUSED, OURS = EDITIONS = ("NCCL", "NCCL, norm fused", "autotax")
 EPS = 1e-5
 TOLERANCE = {"bf16": 2e-2, "e4m3": 6e-2}
-"""Greatest ||theirs - NCCL's|| / ||NCCL's||. A value that bf16 rounds in another place may get the next code of e4m3, 6 % away."""
+"""Greatest ||theirs - NCCL's|| / ||NCCL's||. A value that bf16 rounds in another place may get the next e4m3, 6 % away."""
 CLOSE = 2e-2
 """The same for ours and NCCL's with the norm fused, which round in the same places."""
 
