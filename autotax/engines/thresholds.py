@@ -6,17 +6,20 @@ for this machine.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from autotax import __version__
 from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.db.index import bucket, buckets_up_to
 from autotax.db.lookup import peek
+from autotax.db.shipped import sources
 from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.operators.problems import AllReduceNorm, DecodeMerge, GemmReduceScatter
@@ -108,6 +111,12 @@ def serves(
             return False
         of_group[key] = agreed(ranges(), name, group, device)
     return any(first <= tokens <= last for first, last in of_group[key])
+
+
+def fingerprint(op: str) -> str:
+    """Changes with each winner of an operator, whether it holds here or not: a key for what an engine keeps about its layers."""
+    winners = {str(winner[:4]) for source in sources(None) for winner in source.index if winner.op == op}
+    return hashlib.sha256("\n".join([__version__, *sorted(winners)]).encode()).hexdigest()
 
 
 def forget_winners() -> None:

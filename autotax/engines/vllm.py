@@ -11,6 +11,7 @@ where winners are faster. vLLM loads this module in each process, so it imports 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import logging
 import sys
@@ -155,9 +156,10 @@ _FUSING = Contract(
         "pattern_code", "norm_out", "quant_out", "scale_out", "scale_factor", "weight_bias",
     ),
 )  # fmt: skip
+_HASHING = Contract("vllm.config.vllm", "VllmConfig.compute_hash", ("self", "include_version"))
 _library: Any = None
 """Holds our implementation of vLLM's fused operator."""
-CONTRACTS = (*_ROW_PARALLEL, *_FP8, *_MERGING, *_NORMING.values(), _FUSING)
+CONTRACTS = (*_ROW_PARALLEL, *_FP8, *_MERGING, *_NORMING.values(), _FUSING, _HASHING)
 log = logging.getLogger("autotax")
 
 
@@ -170,7 +172,7 @@ def register() -> None:
         for module, (name, offset) in _EAGER.items()
     ]
     parts = (
-        Part("row-parallel layers", _ROW_PARALLEL, _replace_layer),
+        Part("row-parallel layers", (*_ROW_PARALLEL, _HASHING), _replace_layer),
         Part("decode merges", _MERGING, _wrap_merges),
         *eager,
         Part("compiled norms", (_FUSING,), _replace_fused_norm),
@@ -184,8 +186,29 @@ def _replace_layer() -> str | None:
 
     if "RowParallelLinear" in op_registry_oot:
         return "another plugin has replaced RowParallelLinear"
+    _enter_key()
     RowParallelLinear.register_oot(tuned_layer(RowParallelLinear), name="RowParallelLinear")
     return None
+
+
+def _enter_key() -> None:
+    """Makes winners of row-parallel layers a part of the key of compiled graphs: a graph holds our operator, or not."""
+    from vllm.config.vllm import VllmConfig  # type: ignore[import-not-found]
+
+    original = VllmConfig.compute_hash
+    if hasattr(original, "_autotax"):
+        return
+
+    @functools.wraps(original)
+    def compute_hash(self: Any, include_version: bool = True) -> str:
+        from autotax.engines.thresholds import fingerprint
+
+        own: str = original(self, include_version)
+        left = batch_invariance.vllm()
+        return own if left else hashlib.sha256((own + fingerprint("gemm-reduce-scatter")).encode()).hexdigest()[: len(own)]
+
+    compute_hash._autotax = True  # type: ignore[attr-defined]
+    VllmConfig.compute_hash = compute_hash
 
 
 def _wrap_merges() -> None:

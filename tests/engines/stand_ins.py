@@ -219,6 +219,13 @@ class QuantFP8:
         raise NotImplementedError
 
 
+class VllmConfig:
+    """vLLM's configuration, whose hash is a part of the key of compiled graphs."""
+
+    def compute_hash(self, include_version: bool = True) -> str:
+        return "0123456789"
+
+
 def dcp_a2a_lse_reduce(
     cp_attn_out: Tensor, cp_attn_lse: Tensor, cp_group: GroupCoordinator, ctx: Any = None, return_lse: bool = False,
     is_lse_base_on_e: bool = True, seq_lens: Tensor | None = None, query_start_loc: Tensor | None = None,
@@ -321,6 +328,7 @@ def vllm() -> Iterator[None]:
         vllm__model_executor__layers__quantization__fp8={"Fp8LinearMethod": Fp8LinearMethod},
         vllm__model_executor__layers__quantization__input_quant_fp8={"QuantFP8": QuantFP8},
         vllm__model_executor__custom_op={"PluggableLayer": PluggableLayer, "op_registry_oot": op_registry_oot},
+        vllm__config__vllm={"VllmConfig": VllmConfig},
         vllm__distributed__parallel_state={"get_tp_group": get_tp_group, "GroupCoordinator": GroupCoordinator},
         vllm__v1__attention__ops__dcp={each.__name__: each for each in merges},
         vllm__models__common__ops__fused_allreduce_rms_norm={"fused_allreduce_rms_norm": fused_allreduce_rms_norm},
@@ -333,7 +341,11 @@ def vllm() -> Iterator[None]:
         },
         vllm__v1__attention__backends__flash_attn={"dcp_a2a_lse_reduce": dcp_a2a_lse_reduce},
     ):  # fmt: skip
-        yield
+        own = VllmConfig.compute_hash
+        try:
+            yield
+        finally:
+            VllmConfig.compute_hash = own  # type: ignore[method-assign]
 
 
 # SGLang.

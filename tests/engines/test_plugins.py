@@ -12,6 +12,7 @@ import pytest
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem
+from autotax.db import lookup
 from autotax.engines import sglang, vllm
 from autotax.engines.thresholds import merge_ranges, norm_ranges, token_ranges
 from autotax.operators import scaled
@@ -164,6 +165,21 @@ def test_a_process_without_the_framework_is_left_alone(
         plugin.register()  # type: ignore[attr-defined]
     (line,) = caplog.messages
     assert line.startswith(f"autotax leaves {name} as it is: No module named")
+
+
+def test_winners_are_a_part_of_the_key_of_compiled_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(name: str, kept: dict[Problem, Config]) -> str:
+        monkeypatch.setenv("AUTOTAX_DB", database(tmp_path / name, kept))
+        lookup.reload()
+        with stand_ins.vllm():
+            vllm.register()
+            return str(stand_ins.VllmConfig().compute_hash())
+
+    keys = [key("a.db", {reduced(16): PUSH}), key("b.db", {reduced(16): PUSH}), key("c.db", {reduced(32): PUSH}), key("d.db", {})]
+    assert keys[0] == keys[1] and len({*keys}) == 3 and {*map(len, keys)} == {10}
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert key("a.db", {}) == "0123456789"
+    lookup.reload()
 
 
 def test_a_framework_that_differs_is_left_alone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
