@@ -211,11 +211,18 @@ def forward_with_allreduce_fusion(
     use_attn_tp_group: bool = True,
 ) -> Any:
     """All-reduce, residual and norm, called by norms of layers whose sum was left out. Ours for the tensor-parallel group."""
+    from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
+
+    from autotax.engines import pending
+
     whole = use_attn_tp_group and getattr(norm_module, "variance_size_override", None) is None
-    if residual is not None and whole and post_residual_addition is None:
+
+    def fused(x: Any, residual: Any) -> Any:
         found = _normed(x, residual, weight, norm_module.variance_epsilon)
-        if found is not None:
-            return found[0], found[1]
+        return original(norm_module, x, residual, None, weight, use_attn_tp_group) if found is None else (found[0], found[1])
+
+    if residual is not None and whole and post_residual_addition is None:
+        return pending.normed(x, residual, get_parallel().tp_group, fused, norm_module)
     return original(norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group)
 
 
@@ -247,7 +254,7 @@ def _normed(
     x: Any, residual: Any, weight: Any, eps: float, ranks: int | None = None, offset: int = 0, residual_out: Any = None
 ) -> Any:
     """The results of `autotax.engines.norms.normed`; None where SGLang's own function is to run."""
-    from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
+    from sglang.srt.runtime_context import get_parallel
 
     from autotax.engines import norms
 
@@ -283,7 +290,7 @@ def row_parallel(
     from sglang.srt.layers.moe.utils import should_skip_mlp_all_reduce  # type: ignore[import-not-found]
     from sglang.srt.runtime_context import get_exec, get_forward
 
-    from autotax.engines import rows
+    from autotax.engines import pending, rows
     from autotax.nn.groups import capturing
 
     if _stands_back() or not isinstance(input_, torch.Tensor):  # the norm in front of the layer may have quantised its input
@@ -293,10 +300,14 @@ def row_parallel(
         return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
     if row is _UNKNOWN:
         row = layer._autotax_row = _row_of(layer)
-    summed = not (skip_all_reduce or should_skip_mlp_all_reduce() or get_forward().sp_active or layer.use_decode_attn_tp)
-    if row is None or not summed or output_tensor is not None or get_exec().comm.enable_quant_communications:
+    otherwise = should_skip_mlp_all_reduce() or get_forward().sp_active or layer.use_decode_attn_tp
+    if row is None or otherwise or output_tensor is not None or get_exec().comm.enable_quant_communications:
         return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
-    return rows.run(row, layer, input_), layer.bias if layer.skip_bias_add else None
+    if skip_all_reduce or not layer.reduce_results:
+        output = pending.result(layer, row, input_, lambda x: original(layer, x, skip_all_reduce, forward_batch, None)[0])
+    else:
+        output = rows.run(row, layer, input_)
+    return output, layer.bias if layer.skip_bias_add else None
 
 
 def _row_of(layer: Any) -> Row | None:
@@ -309,7 +320,7 @@ def _row_of(layer: Any) -> Row | None:
     group = get_parallel().tp_group
     no_bias = layer.bias is None or layer.skip_bias_add
     whole = layer.parallel_group in (None, "tp") and not layer.use_dp_attention_reduce
-    if not (no_bias and whole and layer.reduce_results and layer.input_is_parallel and group.world_size > 1):
+    if not (no_bias and whole and layer.input_is_parallel and group.world_size > 1):
         return None
     k = layer.input_size_per_partition
     name = getattr(layer, "prefix", "") or f"a row-parallel layer of {layer.output_size} x {k}"

@@ -257,12 +257,22 @@ def _tuned_norm(original: Any, offset: int) -> Any:
     """A function of vLLM that sums the partial results of layers with `reduce_results=False`, adds a residual and norms."""
 
     @functools.wraps(original)
-    def fused(hidden_states: Any, residual: Any, norm: Any) -> Any:
-        weight, whole = norm.weight, getattr(norm, "variance_size_override", None) is None
-        found = fused_norm(hidden_states, residual, weight, norm.variance_epsilon, offset=offset) if whole else None
-        return original(hidden_states, residual, norm) if found is None else (found[0], found[1])
+    def call(hidden_states: Any, residual: Any, norm: Any) -> Any:
+        from vllm.distributed.parallel_state import get_tp_group
 
-    return fused
+        from autotax.engines import pending
+
+        weight, whole = norm.weight, getattr(norm, "variance_size_override", None) is None
+
+        def fused(partial: Any, residual: Any) -> Any:
+            found = fused_norm(partial, residual, weight, norm.variance_epsilon, offset=offset) if whole else None
+            return original(partial, residual, norm) if found is None else (found[0], found[1])
+
+        if residual is None:
+            return original(hidden_states, residual, norm)
+        return pending.normed(hidden_states, residual, get_tp_group(), fused, norm)
+
+    return call
 
 
 def _replace_fused_norm() -> None:
@@ -334,7 +344,7 @@ def tuned_layer(base: type[Any]) -> type[Any]:
     """vLLM's RowParallelLinear with a sum that is tuned."""
     import torch
 
-    from autotax.engines import rows
+    from autotax.engines import pending, rows
 
     @torch.compiler.assume_constant_result
     def invariant() -> bool:
@@ -349,7 +359,10 @@ def tuned_layer(base: type[Any]) -> type[Any]:
             # Other inputs were quantised by the norm in front of the layer.
             if self._autotax_row is None or invariant() or not isinstance(input_, torch.Tensor):
                 return super().forward(input_)
-            output = rows.run(self._autotax_row, self, input_)
+            if self.reduce_results:
+                output = rows.run(self._autotax_row, self, input_)
+            else:
+                output = pending.result(self, self._autotax_row, input_, lambda x: self.quant_method.apply(self, x, None))
             if not self.return_bias:
                 return output
             return output, self.bias if self.skip_bias_add else None
@@ -367,8 +380,7 @@ def _row_of(layer: Any) -> Row | None:
     from autotax.engines import rows
 
     no_bias = layer.bias is None or layer.skip_bias_add
-    summed = layer.reduce_results and layer.input_is_parallel and layer.tp_size > 1
-    if not (no_bias and summed) or batch_invariance.vllm():
+    if not (no_bias and layer.input_is_parallel and layer.tp_size > 1) or batch_invariance.vllm():
         return None
     group, name = get_tp_group(), layer.prefix or type(layer).__name__
     if type(layer.quant_method) is UnquantizedLinearMethod:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import autotax.torch
 from autotax.db import lookup
-from autotax.engines import merges, norms, thresholds
+from autotax.engines import merges, norms, pending, thresholds
 from autotax.engines import sglang as sglang_plugin
 from autotax.engines import vllm as vllm_plugin
 from autotax.heap.world import World
@@ -323,6 +323,50 @@ def sglang_norms(world: World, db: str) -> list[int]:
             torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-4, atol=1e-4)
         norms.forget(group)
         return own
+
+
+def sums_left(world: World, layer: Any, norm: Any, run: Any, plain: Any) -> list[tuple[int, bool]]:
+    """Calls of a layer and of the norm behind it: for each, sums of the framework, and whether the product was pending.
+
+    The first call measures; the second is the way that was faster. The third uses the layer's result otherwise. Then other tokens.
+    """
+    group, own = stand_ins.the_group(), []
+    for tokens, otherwise in ((16, False), (16, False), (16, True), (50, False)):
+        x = normal(tokens, K // world.size, seed=world.rank + tokens).to(layer.params_dtype)
+        residual = normal(tokens, N, seed=7).to(x.dtype)
+        expected, before = plain(nn.functional.linear(x, layer.weight), residual.clone(), norm), group.sums
+        y, _ = layer(x)
+        was = isinstance(y, pending.Pending)
+        if otherwise:
+            torch.testing.assert_close(y * 2, 2 * nn.functional.linear(x, layer.weight), rtol=1e-4, atol=1e-4)
+        found = run(y, residual.clone(), norm)
+        own.append((group.sums - before, was))
+        torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-4, atol=1e-4)
+    return own
+
+
+def vllm_sums_left(world: World, db: str, us: list[float]) -> list[tuple[int, bool]]:
+    """A layer of vLLM with `reduce_results=False` where the ways take `us` microseconds."""
+    with asking(db), stand_ins.vllm(), mock.patch.object(pending, "least_microseconds", side_effect=us):
+        vllm_plugin.register()
+        run = sys.modules["vllm.models.some_model"].fused_allreduce_rms_norm
+        layer = stand_ins.RowParallelLinear(K, N, bias=False, reduce_results=False)
+        return sums_left(world, layer, stand_ins.RMSNorm(normal(N, seed=8)), run, stand_ins.fused_allreduce_rms_norm)
+
+
+def sglang_sums_left(world: World, db: str, us: list[float]) -> list[tuple[int, bool]]:
+    """The same of SGLang."""
+    with asking(db), stand_ins.sglang() as owners, mock.patch.object(pending, "least_microseconds", side_effect=us):
+        sglang_plugin.register()
+        stand_ins.HookRegistry.apply_hooks(owners)
+        fused = sys.modules["sglang.srt.layers.layernorm"]._forward_with_allreduce_fusion
+        plain = stand_ins._forward_with_allreduce_fusion
+
+        def calling(function: Any) -> Any:
+            return lambda x, residual, norm: function(norm, x, residual, None, norm.weight)
+
+        layer = stand_ins.SglangRowParallelLinear(K, N, reduce_results=False)
+        return sums_left(world, layer, stand_ins.RMSNorm(normal(N, seed=8)), calling(fused), calling(plain))
 
 
 def vllm_with_databases(world: World, dbs: list[str]) -> tuple[Status, int]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,6 +147,17 @@ def test_norms_of_ranks_with_other_winners_are_vllms(ranks: Ranks, tmp_path: Pat
 
 def test_norms_of_sglang_are_ours_where_nobody_chose_another_group_or_kernel(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
     assert ranks.run(checks.sglang_norms, norm_winners(tmp_path / "a.db", 1)) == [[0, 1, 1, 1, 0, 0, 1]] * 2
+
+
+@pytest.mark.parametrize("check", [checks.vllm_sums_left, checks.sglang_sums_left], ids=["vLLM", "SGLang"])
+@pytest.mark.parametrize("us", [[2.0, 1.0], [1.0, 2.0]], ids=["summed first", "left"])
+def test_a_layer_that_leaves_its_sum_to_a_norm_sums_first_where_that_was_faster(
+    ranks: Ranks, tmp_path: Path, check: Any, us: list[float]  # noqa: F811
+) -> None:
+    # 16 tokens: measured, then in the faster way; a result that is used otherwise is computed. 50 tokens are measured too.
+    first = us[1] < us[0]
+    right = [(1, False), (0, True), (1, True), (1, False)] if first else [(1, False)] * 4
+    assert ranks.run(check, winners(tmp_path), us * 2) == [right] * 2
 
 
 def test_thresholds_are_the_buckets_of_winners(tmp_path: Path) -> None:
