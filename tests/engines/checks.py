@@ -326,7 +326,7 @@ def sglang_norms(world: World, db: str) -> list[int]:
 
 
 def sums_left(world: World, layer: Any, norm: Any, run: Any, plain: Any) -> list[tuple[int, bool]]:
-    """Calls of a layer and of the norm behind it: for each, sums of the framework, and whether the product was pending.
+    """Calls of a layer and the norm behind it: for each, sums of the framework, and whether the product was pending.
 
     The first call measures; the second is the way that was faster. The third uses the layer's result otherwise. Then other tokens.
     """

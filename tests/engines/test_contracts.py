@@ -68,6 +68,34 @@ def test_the_wheel_of_vllm_says_how_weights_are_quantised(path: str, name: str, 
     assert fields <= {ast.unparse(each.target) for each in kept.body if isinstance(each, ast.AnnAssign)}
 
 
+PEERS = (
+    Contract(
+        "vllm.distributed.device_communicators.custom_all_reduce",
+        "CustomAllreduce.all_reduce",
+        ("self", "inp", "out", "registered"),
+    ),
+    Contract(
+        "sglang.kernels.ops.communication.all_reduce_fusion",
+        "_norm_launch",
+        ("world_size", "num_tokens", "hidden_dim", "finalize", "two_shot", "vecs_per_thread", "cluster_size"),
+    ),
+    Contract(
+        "sglang.kernels.ops.communication.all_reduce_fusion",
+        "_all_reduce_residual_norm_op",
+        (
+            "world_size", "hidden_dim", "cluster_size", "out", "input", "norm_weight", "norm_eps", "residual", "residual_out",
+            "weight_offset", "two_shot", "vecs_per_thread",
+        ),
+    ),
+)  # fmt: skip
+"""What rows of `compare all-reduce-norm` call."""
+
+
+@pytest.mark.parametrize("contract", PEERS, ids=lambda contract: contract.name)
+def test_the_wheels_have_the_kernels_that_comparisons_run(contract: Contract) -> None:
+    test_the_wheels_keep_the_contracts(contract.module.partition(".")[0], contract)
+
+
 @pytest.mark.parametrize("path", CALLERS)
 def test_the_wheels_call_torchs_operators(path: str) -> None:
     with wheel_of(path.partition("/")[0]) as wheel:
