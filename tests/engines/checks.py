@@ -328,7 +328,7 @@ def sglang_norms(world: World, db: str) -> list[int]:
 def sums_left(world: World, layer: Any, norm: Any, run: Any, plain: Any) -> list[tuple[int, bool]]:
     """Calls of a layer and the norm behind it: for each, sums of the framework, and whether the product was pending.
 
-    The first call measures; the second is the way that was faster. The third uses the layer's result otherwise. Then other tokens.
+    The first call measures; the second is the faster way. The third uses the layer's result otherwise. Then other tokens.
     """
     group, own = stand_ins.the_group(), []
     for tokens, otherwise in ((16, False), (16, False), (16, True), (50, False)):
