@@ -2,8 +2,8 @@
 
 There are two ways: the product, then sum and norm by the engine's fused function (ours where it is taken); or product and sum by
 a winner of GEMM + All-Reduce, then the engine's norm alone. Both are measured when a layer's result first reaches the fused
-function, for each power of two of tokens, and the ranks agree on the faster. Where that is the second, later calls of the layer
-return a `Pending`: a tensor that is computed when it is used. The fused function takes it uncomputed.
+function, for each power of two of tokens, and the ranks agree on the faster. If the second is, later calls of the layer return a
+`Pending`: a tensor that is computed when it is used. The fused function takes it uncomputed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger("autotax")
 Product = Callable[[Tensor], Tensor]
 Source = tuple[Any, rows.Row, Tensor, Product]
 Norm = Callable[[Tensor, Tensor], Any]
-"""Takes rows and a residual, both of which it may overwrite."""
+"""Takes rows and a residual; it may overwrite both."""
 SOURCE, WAYS = "_autotax_source", "_autotax_summed_first"
 """Attributes of a layer's result: the layer and its input; and of a layer: by tokens, whether the second way is the faster."""
 
@@ -62,7 +62,7 @@ class Pending(Tensor):
 
 
 def result(layer: Any, row: rows.Row | None, x: Any, product: Product) -> Tensor:
-    """What a layer without a sum returns: its product, or a Pending. `product` is the engine's."""
+    """The result of a layer without a sum: its product, or a Pending. `product` is the engine's."""
     if row is None or torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.dim() != 2:
         return product(x)
     summed_first = vars(layer).get(WAYS, {}).get(power_of_two(len(x)))

@@ -74,12 +74,12 @@ def scaled_row(layer: Any, stored: Stored, result: torch.dtype, k: int, group: A
     """The row of a layer with an FP8 weight. Collective, after the engine has stored the weight. None as for `plain_row`.
 
     Args:
-        layer: The engine's layer.
-        stored: How the engine has stored its weight.
-        result: The type of inputs and of the result.
-        k: Elements of a row of its input.
+        layer: The engine's.
+        stored: How its weight is stored.
+        result: The type of inputs and results.
+        k: Elements of an input row.
         group: The engine's coordinator.
-        name: That of the layer in logs.
+        name: Of the layer, for logs.
     """
     try:
         n, scales, alike = _checked(layer, stored, result, k)
