@@ -132,7 +132,8 @@ def test_kernels_compile(scales: str, target: str) -> None:
         ({"scales": "block", "k": 144}, "k is 144 with dtype e4m3, scales block; it must be a multiple of 128: pad k to 256"),
         (
             {"operand": "e5m2", "scales": "block"},
-            "operand is 'e5m2' with scales block, quantize none; it takes scales tensor or row, and no quantize: leave --operand out",
+            "operand is 'e5m2' with scales block, quantize none; it takes scales "
+            "tensor or row, and no quantize: leave --operand out",
         ),
         ({"weight": "kn"}, "weight is 'kn' with dtype e4m3; allowed is nk: store B as [n, k]"),
         ({"quantize": "block"}, "scales is 'row' with quantize block; allowed is block: give --scales block"),
