@@ -51,8 +51,6 @@ NCCL, FUSED, OURS = EDITIONS = ("NCCL", "NCCL, norm fused", "autotax")
 EPS = 1e-5
 TOLERANCE = {"bf16": 2e-2, "e4m3": 6e-2}
 """Greatest ||theirs - NCCL's|| / ||NCCL's||. A value that bf16 rounds in another place may get the next e4m3, 6 % away."""
-CLOSE = 2e-2
-"""The same for ours and NCCL's with the norm fused, which round in the same places."""
 
 
 @triton.jit
@@ -281,9 +279,8 @@ def check(world: World, plan: Plan, x: Tensor, runs: dict[str, Runnable], batch:
     x.copy_(residual(world, plan, batch, seed))
     for run in runs.values():
         run()
-    found = {name: run.out[0].float() for name, run in runs.items()}
-    pairs = {"NCCL": ((FUSED, NCCL), (OURS, NCCL)), "NCCL, norm fused": ((OURS, FUSED),)}
-    errors = {name: max(float((found[a] - found[b]).norm() / found[b].norm()) for a, b in of) for name, of in pairs.items()}
+    right = runs[NCCL].out[0].float()
+    errors = {name: float((run.out[0].float() - right).norm() / right.norm()) for name, run in runs.items()}
     return {name: error if math.isfinite(error) else math.inf for name, error in errors.items()}
 
 
@@ -315,11 +312,11 @@ def main() -> int:
         times = {name: [max(at) for at in zip(*(each["times"][name] for each in of_ranks), strict=True)] for name in EDITIONS}
         us = {name: statistics.median(of) for name, of in times.items()}
         ratios = {name: speedup(times[name], times[OURS]) for name in EDITIONS[:2]}
-        errors = {name: max(each["errors"][name] for each in of_ranks) for name in EDITIONS[:2]}
-        right = right and errors[NCCL] <= TOLERANCE[mine["dtype"]] and errors[FUSED] <= CLOSE
-        gains = ", ".join(f"{ratio:.2f}x [{ends[0]:.2f}, {ends[1]:.2f}] over {name}" for name, (ratio, ends) in ratios.items())
+        errors = {name: max(each["errors"][name] for each in of_ranks) for name in EDITIONS[1:]}
+        right = right and max(errors.values()) <= TOLERANCE[mine["dtype"]]
+        gains = ", ".join(f"{ratio:.2f}x [{low:.2f}, {high:.2f}] over {name}" for name, (ratio, (low, high)) in ratios.items())
         shown = ", ".join(f"{name} {value:.1f}" for name, value in us.items())
-        print(f"{mine['dtype']}, batch {mine['batch']}: {shown}; autotax {gains}; differences {errors}; {mine['chosen']}")
+        print(f"{mine['dtype']}, batch {mine['batch']}: {shown}; autotax {gains}; differences {errors}; {mine['chosen']}", flush=True)
         document.append(mine | {"us": us, "ratios": {name: [ratio, *ends] for name, (ratio, ends) in ratios.items()}})
     if given.json:
         given.json.write_text(json.dumps({"place": str(hardware), "found": document}) + "\n", encoding="utf-8")

@@ -204,7 +204,7 @@ def replayed_scaled(world: World, layer_of: type[Any], quantize: str, variant: s
 
 SCALED = [
     (AllGatherLinear, "row", "scaled_packets", FEW, False),
-    (AllGatherLinear, "row", "scaled_packets", FEW, True),
+    (AllGatherLinear, "row", "scaled_packets", FEW // 2, True),
     (AllGatherLinear, "block", "scaled_decomposed", MOST, False),
     (AllGatherLinear, "static", "bsp", MOST, False),
     (LinearReduceScatter, "row", "scaled_decomposed", MOST, True),
