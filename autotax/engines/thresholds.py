@@ -22,7 +22,7 @@ from autotax.db.lookup import peek
 from autotax.db.shipped import sources
 from autotax.hardware import Hardware
 from autotax.operators import registry
-from autotax.operators.problems import AllReduceNorm, DecodeMerge, GemmReduceScatter
+from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, GemmReduceScatter
 
 if TYPE_CHECKING:
     import torch
@@ -50,13 +50,20 @@ def token_ranges(
 ) -> Ranges:
     """Numbers of tokens, first and last of each range, for which a row-parallel layer has a winner that is not bulk-synchronous.
 
-    The layer's weight is [n, k] on each rank; `output` is "replicated" for an all-reduce, "scattered" for a reduce-scatter.
+    The layer's weight is [n, k] on each rank; `output` is "replicated" for an all-reduce, "scattered" for a reduce-scatter, and
+    "gathered" for a column-parallel layer that gathers its rows.
     `scales`, `result` and `quantize` are those of a weight in e4m3. There are none for sizes that kernels do not take.
     """
     answered = {"hardware": hardware, "db": db, "conditions": conditions}
-    more = output, ranks, "nk", scales, result, quantize
+    more = ranks, "nk", scales, result, quantize
+
+    def problem_of(tokens: int) -> Problem:
+        if output == "gathered":
+            return AllGatherGemm(tokens, n, k, dtype, "m", *more)
+        return GemmReduceScatter(tokens, n, k, dtype, output, *more)
+
     try:
-        return _won(lambda tokens: GemmReduceScatter(tokens, n, k, dtype, *more), most, answered)
+        return _won(problem_of, most, answered)
     except UsageError:
         return []
 
