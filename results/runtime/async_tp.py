@@ -346,7 +346,8 @@ def main() -> int:
     for each in scenarios:
         us = ", ".join(f"{name} {value:.0f} us" for name, value in each["us"].items())
         gains = ", ".join(f"{ratio[0]:.2f}x {name}" for name, ratio in each.items() if " over " in name)
-        print(f"{each['tokens']} tokens: {us}; {gains}; outputs {'equal' if each['equal'] else 'DIFFER'}, {each['relative_error']}")
+        print(f"{each['tokens']} tokens: {us}; {gains}; outputs {'equal' if each['equal'] else 'DIFFER'}")
+        print(f"  differences from NCCL: {each['relative_error']}")
     print(found[0]["ran"])
     told = {"place": str(hardware), "software": environment(hardware.backend).to_dict(), "plan": asdict(plan)}
     if given.json:
