@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
+from operator import is_
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -35,6 +36,7 @@ from autotax.nn.tensor_checks import (
     FREED,
     PLAIN,
     VECTOR_BYTES,
+    Accepted,
     ordinal_of,
     plain,
     recorded,
@@ -50,9 +52,9 @@ from autotax.operators.inputs import EIGHT_BITS
 Call = Callable[..., Any]
 MORE = "kv_starts", "kv_scales", "sinks"
 NOTHING = (False, False, False)
-Known = tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""The call for shapes of q, the cache and the block table; the shapes of kv_lens and of the result; and the bytes: of q,
-of K, of kv_lens, of the block table and of the result.
+Known = tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...], Accepted, Accepted]
+"""The call for shapes of q, the cache and the block table; the shapes of kv_lens and of the result; the bytes of q, of K, of
+kv_lens, of the block table and of the result; and the kinds that were accepted of the inputs and of `out`.
 """
 
 
@@ -87,11 +89,8 @@ class FlashDecode(Module):
     _made: dict[int, list[Any]]
     _most: Shape
     _plain: PlainDecode
-    _usual: tuple[Any, Any, int, tuple[bool, bool, bool]]
-    """Values that each call checks, in one attribute to save time.
-
-    The types of q and of the cache, `ordinal_of` the device, and the optional tensors (MORE) that a call brings.
-    """
+    _brings: tuple[bool, bool, bool]
+    """Which of the optional tensors (MORE) a call brings."""
 
     def __init__(
         self,
@@ -122,7 +121,6 @@ class FlashDecode(Module):
         self._where = None if device is None else torch.device(device)
         self._kv_dtype = kv_dtype or dtype
         self._several = (queries,) if queries != 1 else ()
-        # The tensors of MORE that a call brings.
         self._brings = window != 0, self._kv_dtype is not dtype, sinks
         more: dict[str, Any] = {"sinks": "learned" if sinks else "none", "window": window, "queries": queries}
         self._asked = (max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, more, conditions, config, sizes)
@@ -135,7 +133,6 @@ class FlashDecode(Module):
             "_made": {},
             "_most": None,
             "_plain": None,
-            "_usual": (None, None, -1, NOTHING),
         }
 
     def _place(self) -> torch.device:
@@ -160,7 +157,6 @@ class FlashDecode(Module):
 
         problems, deployed = self._agreed(problems_here, conditions)
         self._most = problems[-1]
-        self._usual = dtype, kv_dtype, ordinal_of(self._device), self._brings
         self._plain = PlainDecode(world, self._most)
         if world is not None:
             hardware = detect(world.backend)
@@ -281,70 +277,48 @@ class FlashDecode(Module):
             tensors = q, k_shard, v_shard, kv_lens, block_table, out, kv_starts, kv_scales, sinks
             self._compare(partial(self._described, *tensors))
         try:
-            dtype, kv_dtype, ordinal, brings = state["_usual"]
             cache = k_shard.shape
-            # One expression tests for all faults, the cheapest first. `_checked` then finds the fault, or handles a new shape.
+            # One expression accepts almost every call. For the others `_checked` finds the fault, or adds a kind of tensors.
             entry = state["_known"].get((q.shape, cache) if block_table is None else (q.shape, cache, block_table.shape))
             if not (
                 entry
-                and q.__class__ is k_shard.__class__ is v_shard.__class__ is kv_lens.__class__ is Tensor
-                and v_shard.shape == cache
-                and kv_lens.shape == entry[1]
-                and q.dtype is dtype
-                and k_shard.dtype is v_shard.dtype is kv_dtype
-                and kv_lens.dtype is torch.int32
-                and q.get_device() == k_shard.get_device() == v_shard.get_device() == kv_lens.get_device() == ordinal
-                and q.is_contiguous()
-                and k_shard.is_contiguous()
-                and v_shard.is_contiguous()
-                and kv_lens.is_contiguous()
+                and (
+                    ((kinds := entry[4]).first(q, k_shard, v_shard, kv_lens) or kinds.second(q, k_shard, v_shard, kv_lens))
+                    if block_table is None
+                    else (kinds := entry[4]).first(q, k_shard, v_shard, kv_lens, block_table)
+                    or kinds.second(q, k_shard, v_shard, kv_lens, block_table)
+                )
                 and (start := q.data_ptr()) > FREED < (k_start := k_shard.data_ptr())
                 and (v_start := v_shard.data_ptr()) > FREED < (lengths_start := kv_lens.data_ptr())
                 and not (start | k_start | v_start | lengths_start) % VECTOR_BYTES
-                and not (q.is_neg() or k_shard.is_neg() or v_shard.is_neg() or kv_lens.is_neg())
-                and (
-                    block_table is None
-                    or (
-                        block_table.__class__ is Tensor
-                        and block_table.dtype is torch.int32
-                        and block_table.get_device() == ordinal
-                        and block_table.is_contiguous()
-                        and (table_start := block_table.data_ptr()) > FREED
-                        and not table_start % VECTOR_BYTES
-                        and not block_table.is_neg()
-                    )
-                )
+                and (block_table is None or ((table_start := block_table.data_ptr()) > FREED and not table_start % VECTOR_BYTES))
             ):
                 q, k_shard, v_shard, kv_lens, block_table, entry = self._checked(q, k_shard, v_shard, kv_lens, block_table, out)
-                dtype, kv_dtype, ordinal, brings = state["_usual"]  # the call may have prepared the module, which sets `_usual`
                 start, k_start, v_start, lengths_start = q.data_ptr(), k_shard.data_ptr(), v_shard.data_ptr(), kv_lens.data_ptr()
                 table_start = 0 if block_table is None else block_table.data_ptr()
                 calls = state["_guards"][0]  # of the group, which the call may have changed by preparing the module
+            brings = state["_brings"]
             more: tuple[Tensor, ...] = ()
             if kv_starts is not None or kv_scales is not None or sinks is not None or brings != NOTHING:
                 more = self._checked_more(entry[1], kv_starts, kv_scales, sinks)
-            call, _, shape, sizes = entry
+            call, _, shape, sizes, _, kinds = entry
             if out is None:
                 out = q.new_empty(*shape)
             else:
                 size, cache_size, lengths_size, table_size, out_size = sizes
                 if not (
-                    out.__class__ is Tensor
-                    and out.shape == shape
-                    and out.dtype is dtype
-                    and out.get_device() == ordinal
-                    and out.is_contiguous()
+                    (kinds.first(out) or kinds.second(out))
                     and (out_start := out.data_ptr()) > FREED
                     and not out_start % VECTOR_BYTES
-                    and not out.is_neg()
                     and not -out_size < out_start - start < size
                     and not -out_size < out_start - k_start < cache_size
                     and not -out_size < out_start - v_start < cache_size
                     and not -out_size < out_start - lengths_start < lengths_size
                     and (block_table is None or not -out_size < out_start - table_start < table_size)
                 ):
-                    require_tensor("out", out, shape, dtype, q.device)
+                    require_tensor("out", out, shape, q.dtype, q.device)
                     require_apart("out", out, q=q, k_shard=k_shard, v_shard=v_shard, kv_lens=kv_lens, block_table=block_table)
+                    kinds.add(out)
                 if more:
                     require_apart("out", out, **dict(zip(compress(MORE, brings), more, strict=True)))
                 increment_version((out,))
@@ -454,6 +428,7 @@ class FlashDecode(Module):
         """
         self._ensure_ready()
         most, dtype, kv_dtype, device = self._most, self._dtype, self._kv_dtype, self._device
+        originals = q, k, v, lengths, table
         q, lengths = small("q", q, dtype, device), small("kv_lens", lengths, torch.int32, device)
         k, v = plain("k_shard", k), plain("v_shard", v)
         table = None if table is None else small("block_table", table, torch.int32, device)
@@ -477,9 +452,15 @@ class FlashDecode(Module):
         if out is not None:
             require_tensor("out", out, made, dtype, device)
             require_apart("out", out, q=q, k_shard=k, v_shard=v, kv_lens=lengths, block_table=table)
-        call = (self._calls.get((batch, tokens)) or self._choose(batch, tokens)) if batch else nothing
-        sizes = q.nbytes, k.nbytes, lengths.nbytes, 0 if table is None else table.nbytes, math.prod(made) * dtype.itemsize
-        return q, k, v, lengths, table, remember(self._known, shapes, (call, counts, made, sizes))
+        entry = self._known.get(shapes)
+        if not entry:
+            call = (self._calls.get((batch, tokens)) or self._choose(batch, tokens)) if batch else nothing
+            sizes = q.nbytes, k.nbytes, lengths.nbytes, 0 if table is None else table.nbytes, math.prod(made) * dtype.itemsize
+            entry = remember(self._known, shapes, (call, counts, made, sizes, Accepted(), Accepted()))
+        tensors = q, k, v, lengths, table
+        if all(map(is_, tensors, originals)):
+            entry[4].add(*(tensor for tensor in tensors if tensor is not None))
+        return q, k, v, lengths, table, entry
 
     def _choose(self, batch: int, tokens: int) -> Call:
         """The call for these sizes, chosen once for each pair of sizes."""

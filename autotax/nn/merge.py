@@ -31,7 +31,7 @@ from autotax.nn.groups import on_device
 from autotax.nn.tensor_checks import (
     FREED,
     VECTOR_BYTES,
-    ordinal_of,
+    Accepted,
     plain,
     recorded,
     require_apart,
@@ -43,8 +43,10 @@ from autotax.nn.tensor_checks import (
 from autotax.operators.decode_merge import DecodeMerge as Shape
 
 Call = Callable[..., Any]
-Known = tuple[Call, int, torch.Size, torch.Size, int, int]
-"""The call for a shape of O, its query tokens, the shapes of the merged O and LSE, and the bytes of both O."""
+Known = tuple[Call, int, torch.Size, torch.Size, int, int, Accepted, Accepted]
+"""The call for a shape of O, its query tokens, the shapes of the merged O and LSE, the bytes of both O, and the kinds that
+were accepted of O with LSE and of `out`.
+"""
 
 
 class DecodeMerge(Module):
@@ -70,8 +72,6 @@ class DecodeMerge(Module):
     _made: dict[int, list[Any]]
     _most: Shape
     _plain: PlainMerge
-    _usual: tuple[Any, int, dict[torch.Size, Known]]
-    """The values that each call reads: type and `ordinal_of` the device of O, and what is known of its shapes."""
     _unwanted: Tensor
     """Receives the merged LSE when the caller does not request it."""
 
@@ -108,7 +108,6 @@ class DecodeMerge(Module):
             "_most": None,
             "_plain": None,
             "_unwanted": None,
-            "_usual": (None, -1, {}),
         }
 
     def _place(self) -> torch.device:
@@ -128,7 +127,6 @@ class DecodeMerge(Module):
 
         problems, deployed = self._agreed(problems_here, conditions)
         self._most = problems[-1]
-        self._usual = dtype, ordinal_of(self._device), self._known
         self._plain = PlainMerge(world, scatter=output == "head_scatter", base=base)
         self._unwanted = torch.empty(max_batch, self.out_heads, dtype=torch.float32, device=self._device)
         if world is not None:
@@ -221,48 +219,34 @@ class DecodeMerge(Module):
             self._record(o, lse, out, merged)
         if forward_ad._current_level >= 0:
             require_no_tangent(o, lse, out, merged)
-        calls, index, check = self._guards
+        state = self.__dict__
+        calls, index, check = state["_guards"]
         if index is not None and groups.current_device() != index:
             with on_device(index):
                 return self.run(o, lse, out, merged, seq_lens, query_start_loc, requested=requested)
         if check:
             self._compare(partial(self._described, o, lse, out, merged))  # closure variables would slow every call down
         try:
-            shape = o.shape
-            dtype, ordinal, shapes = self._usual
-            entry = shapes.get(shape)
-            # One expression tests for all faults, the cheapest first. `_checked` then finds the fault, or handles a new shape.
+            # One expression accepts almost every call. For the others `_checked` finds the fault, or adds a kind of tensors.
+            entry = state["_known"].get(o.shape)
             if not (
                 entry
-                and o.__class__ is lse.__class__ is Tensor
-                and lse.shape == shape[:-1]
-                and o.dtype is dtype
-                and lse.dtype is torch.float32
-                and o.get_device() == lse.get_device() == ordinal
-                and o.is_contiguous()
-                and (lse.dim() == 2 or lse.is_contiguous())
+                and (entry[6].first(o, lse) or entry[6].second(o, lse))
                 and (start := o.data_ptr()) > FREED < (lse_start := lse.data_ptr())
                 and not start % VECTOR_BYTES
-                and not (o.is_neg() or lse.is_neg())
             ):
                 o, lse, entry = self._checked(o, lse, out, merged)
                 start, lse_start = o.data_ptr(), lse.data_ptr()
-                dtype, ordinal, _ = self._usual  # the call may have prepared the module, which sets `_usual`
-                calls = self._guards[0]
+                calls = state["_guards"][0]  # the call may have prepared the module, which sets `_guards`
             held = None if seq_lens is None and query_start_loc is None else self._held(seq_lens, query_start_loc)
-            call, tokens, shape, lse_shape, size, out_size = entry
+            call, tokens, shape, lse_shape, size, out_size, _, kinds = entry
             if out is None:
                 out = o.new_empty(*shape)
             else:
                 if not (
-                    out.__class__ is Tensor
-                    and out.shape == shape
-                    and out.dtype is dtype
-                    and out.get_device() == ordinal
-                    and out.is_contiguous()
+                    (kinds.first(out) or kinds.second(out))
                     and (out_start := out.data_ptr()) > FREED
                     and not out_start % VECTOR_BYTES
-                    and not out.is_neg()
                     and not -out_size < out_start - start < size
                     and lse.is_contiguous()
                     and not -out_size < out_start - lse_start < lse.nbytes
@@ -270,6 +254,7 @@ class DecodeMerge(Module):
                 ):
                     require_tensor("out", out, shape, self._dtype, self._device)
                     require_apart("out", out, o=o, lse=lse, seq_lens=seq_lens, query_start_loc=query_start_loc)
+                    kinds.add(out)
                 increment_version((out,))
             if merged is not None:
                 require_tensor("merged_lse", merged, lse_shape, torch.float32, self._device)
@@ -325,6 +310,7 @@ class DecodeMerge(Module):
         """
         self._ensure_ready()
         most, dtype, device = self._most, self._dtype, self._device
+        original_o, original_lse = o, lse
         o, lse = small("o", o, dtype, device), plain("lse", lse)
         if lse.device == device and lse.dim() != 2:
             lse = lse.contiguous()
@@ -340,10 +326,15 @@ class DecodeMerge(Module):
         if merged is not None:
             require_tensor("merged_lse", merged, lse_shape, torch.float32, device)
             require_apart("merged_lse", merged, o=o, lse=lse, out=out)
-        tokens = before.numel()
-        call = (self._calls.get(tokens) or self._choose(tokens)) if tokens else nothing
-        sizes = o.nbytes, shape.numel() * dtype.itemsize
-        return o, lse, remember(self._known, o.shape, (call, tokens, shape, lse_shape, *sizes))
+        entry = self._known.get(o.shape)
+        if not entry:
+            tokens = before.numel()
+            call = (self._calls.get(tokens) or self._choose(tokens)) if tokens else nothing
+            sizes = o.nbytes, shape.numel() * dtype.itemsize
+            entry = remember(self._known, o.shape, (call, tokens, shape, lse_shape, *sizes, Accepted(), Accepted()))
+        if o is original_o and lse is original_lse:
+            entry[6].add(o, lse)
+        return o, lse, entry
 
     def _choose(self, tokens: int) -> Call:
         """The call for this number of query tokens, chosen once for each number."""
