@@ -282,16 +282,22 @@ class FlashDecode(Module):
             entry = state["_known"].get((q.shape, cache) if block_table is None else (q.shape, cache, block_table.shape))
             if not (
                 entry
-                and (
-                    ((kinds := entry[4]).first(q, k_shard, v_shard, kv_lens) or kinds.second(q, k_shard, v_shard, kv_lens))
-                    if block_table is None
-                    else (kinds := entry[4]).first(q, k_shard, v_shard, kv_lens, block_table)
-                    or kinds.second(q, k_shard, v_shard, kv_lens, block_table)
-                )
+                and q.__class__ is k_shard.__class__ is v_shard.__class__ is kv_lens.__class__ is Tensor
                 and (start := q.data_ptr()) > FREED < (k_start := k_shard.data_ptr())
                 and (v_start := v_shard.data_ptr()) > FREED < (lengths_start := kv_lens.data_ptr())
                 and not (start | k_start | v_start | lengths_start) % VECTOR_BYTES
-                and (block_table is None or ((table_start := block_table.data_ptr()) > FREED and not table_start % VECTOR_BYTES))
+                and not (v_shard.is_nested or kv_lens.is_nested)
+                and (
+                    (kinds := entry[4]).first(q, k_shard, v_shard, kv_lens) or kinds.second(q, k_shard, v_shard, kv_lens)
+                    if block_table is None
+                    else block_table.__class__ is Tensor
+                    and (table_start := block_table.data_ptr()) > FREED
+                    and not table_start % VECTOR_BYTES
+                    and (
+                        (kinds := entry[4]).first(q, k_shard, v_shard, kv_lens, block_table)
+                        or kinds.second(q, k_shard, v_shard, kv_lens, block_table)
+                    )
+                )
             ):
                 q, k_shard, v_shard, kv_lens, block_table, entry = self._checked(q, k_shard, v_shard, kv_lens, block_table, out)
                 start, k_start, v_start, lengths_start = q.data_ptr(), k_shard.data_ptr(), v_shard.data_ptr(), kv_lens.data_ptr()
@@ -307,9 +313,11 @@ class FlashDecode(Module):
             else:
                 size, cache_size, lengths_size, table_size, out_size = sizes
                 if not (
-                    (kinds.first(out) or kinds.second(out))
+                    out.__class__ is Tensor
                     and (out_start := out.data_ptr()) > FREED
                     and not out_start % VECTOR_BYTES
+                    and not out.is_nested
+                    and (kinds.first(out) or kinds.second(out))
                     and not -out_size < out_start - start < size
                     and not -out_size < out_start - k_start < cache_size
                     and not -out_size < out_start - v_start < cache_size

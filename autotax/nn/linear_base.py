@@ -26,6 +26,7 @@ from autotax.nn.consensus import DTYPES, configs_for, invariant_config, wants_in
 from autotax.nn.groups import on_device
 from autotax.nn.tensor_checks import (
     FREED,
+    PLAIN,
     VECTOR_BYTES,
     Accepted,
     addend,
@@ -336,9 +337,12 @@ class ParallelLinear(Module):
             entry = state["_known"].get(x.shape)
             if (
                 entry
-                and ((accepted := entry[3])[0].first(x, weight) or accepted[0].second(x, weight))
+                and x.__class__ is Tensor
+                and weight.__class__ in PLAIN
                 and (start := x.data_ptr()) > FREED < (weight_start := weight.data_ptr())
                 and not (start | weight_start) % VECTOR_BYTES
+                and not weight.is_nested
+                and ((accepted := entry[3])[0].first(x, weight) or accepted[0].second(x, weight))
             ):
                 call, shape, spans, _ = entry
             else:
@@ -351,9 +355,11 @@ class ParallelLinear(Module):
             else:
                 kinds = accepted[1]
                 if not (
-                    (kinds.first(out) or kinds.second(out))
+                    out.__class__ is Tensor
                     and (out_start := out.data_ptr()) > FREED
                     and not out_start % VECTOR_BYTES
+                    and not out.is_nested
+                    and (kinds.first(out) or kinds.second(out))
                     and not -out_size < out_start - start < size
                     and not -out_size < out_start - weight_start < weight_size
                 ):
@@ -363,25 +369,29 @@ class ParallelLinear(Module):
                     out_start = out.data_ptr()
                 increment_version((out,))
             if bias is not None and not (
-                ((kinds := accepted[2]).first(bias) or kinds.second(bias))
+                bias.__class__ in PLAIN
                 and (bias_start := bias.data_ptr()) > FREED
+                and not bias.is_nested
+                and (accepted[2].first(bias) or accepted[2].second(bias))
                 and not -out_size < out_start - bias_start < row_size
             ):
                 original, bias = bias, addend("bias", bias, shape[-1:], x)
                 require_apart("out", out, bias=bias)
                 if bias is original:
-                    kinds.add(bias)
+                    accepted[2].add(bias)
             if residual is not None and not (
-                ((kinds := accepted[3]).first(residual) or kinds.second(residual))
+                residual.__class__ in PLAIN
                 and (residual_start := residual.data_ptr()) > FREED
                 and not residual_start % VECTOR_BYTES
+                and not residual.is_nested
+                and (accepted[3].first(residual) or accepted[3].second(residual))
                 and not -out_size < out_start - residual_start < out_size
             ):
                 original, residual = residual, addend("residual", residual, shape, x)
                 require_apart("out", out, residual=residual)
                 residual = aligned(residual)
                 if residual is original:
-                    kinds.add(residual)
+                    accepted[3].add(residual)
         except RuntimeError as error:
             tensors = resolved(error, x=x, weight=weight, out=out, bias=bias, residual=residual)
             return self.run(*tensors)

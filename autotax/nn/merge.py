@@ -231,9 +231,11 @@ class DecodeMerge(Module):
             entry = state["_known"].get(o.shape)
             if not (
                 entry
-                and (entry[6].first(o, lse) or entry[6].second(o, lse))
+                and o.__class__ is lse.__class__ is Tensor
                 and (start := o.data_ptr()) > FREED < (lse_start := lse.data_ptr())
                 and not start % VECTOR_BYTES
+                and not lse.is_nested
+                and (entry[6].first(o, lse) or entry[6].second(o, lse))
             ):
                 o, lse, entry = self._checked(o, lse, out, merged)
                 start, lse_start = o.data_ptr(), lse.data_ptr()
@@ -244,9 +246,11 @@ class DecodeMerge(Module):
                 out = o.new_empty(*shape)
             else:
                 if not (
-                    (kinds.first(out) or kinds.second(out))
+                    out.__class__ is Tensor
                     and (out_start := out.data_ptr()) > FREED
                     and not out_start % VECTOR_BYTES
+                    and not out.is_nested
+                    and (kinds.first(out) or kinds.second(out))
                     and not -out_size < out_start - start < size
                     and lse.is_contiguous()
                     and not -out_size < out_start - lse_start < lse.nbytes

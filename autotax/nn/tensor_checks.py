@@ -185,6 +185,7 @@ def alike(*tensors: Tensor) -> Callable[..., bool]:
 
     The test belongs to the guards of torch.compile: one call in C++ compares class, type, device, shape, strides and dispatch
     keys of all tensors, and lazily negated, conjugated and zero tensors have keys of their own. It does not look at addresses.
+    It aborts the process for tensors without strides: test before that `is_nested` is false and `data_ptr()` raises nothing.
 
     Returns:
         A function of as many tensors. True means that they are like these. False means nothing: the full checks must decide.
