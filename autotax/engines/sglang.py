@@ -4,7 +4,8 @@ With --enable-layernorm-sp, SGLang calls torch's fused operators: `autotax.torch
 throw the gathered input away but let torch return it; here they do not. Row-parallel layers that sum over the ranks fuse
 the sum with their product where a winner is faster. Merges of decode context parallelism use winners by number of tokens.
 
-In SGLang's deterministic mode SGLang's own functions run: see autotax.engines.batch_invariance.
+In SGLang's deterministic mode row-parallel layers run one config for all numbers of tokens, and the rest is SGLang's own: see
+autotax.engines.batch_invariance.
 
 The drop-ins for `sglang/srt/layers/dcp/comm.py` have the same names, signatures and results. They take O [tokens, heads,
 head_dim] and LSE [tokens, heads] of this rank, and `cp_group`, SGLang's GroupCoordinator. They do not use `ctx`,
@@ -109,10 +110,12 @@ def _own_heads(o: Tensor, lse: Tensor, cp_group: Any, base_on_e: bool) -> tuple[
 
 def register() -> None:
     """The entry point in each process of SGLang. Never raises: a part that differs in SGLang stays as it is, with one line."""
+    layers = Part("parallel layers", _LAYERS, _hook_layers)
     if batch_invariance.sglang():
+        take("SGLang", (layers,), log)
         return
     parts = (
-        Part("parallel layers", _LAYERS, _hook_layers),
+        layers,
         Part("decode merges", _MERGING, _hook_merges),
         Part("norms", _NORMING, _hook_norms),
     )
@@ -125,8 +128,9 @@ def _hook_layers() -> None:
     import autotax.torch
 
     global _installed
-    autotax.torch.install()
-    _installed = True
+    if not batch_invariance.sglang():
+        autotax.torch.install()
+        _installed = True
     HookRegistry.register(f"{_SP}.column_parallel_g_matmul", column_parallel, HookType.AROUND)
     HookRegistry.register(f"{_LINEAR}.RowParallelLinear.forward", row_parallel, HookType.AROUND)
 
@@ -147,7 +151,7 @@ def _hook_norms() -> None:
 
 
 def _stands_back() -> bool:
-    """Whether SGLang runs a call itself. In deterministic mode this also restores torch's fused operators."""
+    """Whether SGLang is in deterministic mode. If so, this also restores torch's fused operators."""
     global _installed
     if not batch_invariance.sglang():
         return False
@@ -278,26 +282,28 @@ def row_parallel(
 
     from autotax.nn.groups import capturing
 
-    if _stands_back():
-        return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
-    group = vars(layer).get("_autotax_group")
-    if group is None and capturing(input_.device):
-        return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
-    if group is None:
-        group = layer._autotax_group = _group_of(layer)
+    mode = _stands_back()
+    if not hasattr(layer, "_autotax_group"):
+        if capturing(input_.device):
+            return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
+        layer._autotax_group = _group_of(layer)
+    group, keeps_bits = layer._autotax_group
     summed = not (skip_all_reduce or should_skip_mlp_all_reduce() or get_forward().sp_active or layer.use_decode_attn_tp)
-    if not group or not summed or output_tensor is not None or get_exec().comm.enable_quant_communications:
+    serves = group and summed and (keeps_bits or not mode)
+    if not serves or output_tensor is not None or get_exec().comm.enable_quant_communications:
         return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
-    output = torch.ops.autotax.fused_matmul_all_reduce(input_, layer.weight.t(), group)
+    output = torch.ops.autotax.fused_matmul_all_reduce(input_, layer.weight.t(), group, mode)
     return output, layer.bias if layer.skip_bias_add else None
 
 
-def _group_of(layer: Any) -> str:
-    """The name of the group whose ranks sum a layer's products, if a winner does it faster; else empty."""
+def _group_of(layer: Any) -> tuple[str, bool]:
+    """The name of the group whose ranks sum a layer's products if a winner does it faster, else empty; and whether one keeps the
+    bits of a token whatever the number of tokens.
+    """
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod  # type: ignore[import-not-found]
     from sglang.srt.runtime_context import get_parallel
 
-    from autotax.engines.thresholds import agreed, token_ranges
+    from autotax.engines.thresholds import row_parallel_served
     from autotax.nn.consensus import DTYPES
     from autotax.torch import symm_mem
 
@@ -306,11 +312,12 @@ def _group_of(layer: Any) -> str:
     no_bias = layer.bias is None or layer.skip_bias_add
     whole = layer.parallel_group in (None, "tp") and not layer.use_dp_attention_reduce
     if not (plain and no_bias and whole and layer.reduce_results and layer.input_is_parallel and group.world_size > 1):
-        return ""
+        return "", False
     n, k = layer.weight.shape
-    ranges = token_ranges(n, k, DTYPES[layer.weight.dtype], group.world_size)
-    if not agreed(ranges, f"a row-parallel layer of {n} x {k}", group.device_group, layer.weight.device):
-        return ""
+    sizes, layer_name = (n, k, DTYPES[layer.weight.dtype], group.world_size), f"a row-parallel layer of {n} x {k}"
+    ranges, keeps_bits = row_parallel_served(*sizes, layer_name, group.device_group, layer.weight.device)
+    if not ranges:
+        return "", False
     name = str(group.device_group.group_name)
     symm_mem.reduce_by(name, group.all_reduce)
-    return name
+    return name, keeps_bits

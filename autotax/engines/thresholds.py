@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from autotax.core.conditions import Conditions
+from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
+from autotax.db import lookup
 from autotax.db.index import bucket, buckets_up_to
-from autotax.db.lookup import peek
 from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.operators.problems import AllReduceNorm, DecodeMerge, GemmReduceScatter
@@ -47,6 +48,24 @@ def token_ranges(
     """
     answered = {"hardware": hardware, "db": db, "conditions": conditions}
     return _won(lambda tokens: GemmReduceScatter(tokens, n, k, dtype, output, ranks), most, answered)
+
+
+def keeps_bits(n: int, k: int, dtype: str, ranks: int) -> bool:
+    """Whether a row-parallel layer has a winner whose rows have the same bits for all numbers of tokens. See `token_ranges`."""
+    try:
+        return lookup.invariant(GemmReduceScatter(MOST_TOKENS, n, k, dtype, "replicated", ranks)).from_problem is not None
+    except UsageError:
+        return False
+
+
+def row_parallel_served(
+    n: int, k: int, dtype: str, ranks: int, name: str, group: Any, device: torch.device
+) -> tuple[Ranges, bool]:
+    """Numbers of tokens that a row-parallel layer has winners for, and whether one keeps bits. Collective, alike on all ranks."""
+    ranges = token_ranges(n, k, dtype, ranks)
+    keeping = [(1, MOST_TOKENS)] if ranges and keeps_bits(n, k, dtype, ranks) else []
+    agreed_ranges = agreed(ranges, name, group, device)
+    return agreed_ranges, bool(agreed(keeping, f"{name} in batch-invariant mode", group, device))
 
 
 def merge_ranges(
@@ -130,7 +149,7 @@ def _won(problem_of: Callable[[int], Problem], most: int, answered: dict[str, An
     ranges: Ranges = []
     for last in buckets_up_to(most):
         problem = problem_of(last)
-        answer = peek(problem, **answered)
+        answer = lookup.peek(problem, **answered)
         if answer.match == "fallback" or answer.variant == registry.of(problem).baseline:
             continue
         first = bucket(last)[0]

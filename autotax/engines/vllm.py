@@ -155,14 +155,16 @@ log = logging.getLogger("autotax")
 
 def register() -> None:
     """The entry point in each process of vLLM. Never raises: a part that differs in vLLM stays as it is, with one line."""
+    layers = Part("row-parallel layers", _ROW_PARALLEL, _replace_layer)
     if batch_invariance.vllm():
+        take("vLLM", (layers,), log)
         return
     eager = [
         Part(f"{name}", (_NORMING[module],), functools.partial(_wrap_eager_norms, module, name, offset))
         for module, (name, offset) in _EAGER.items()
     ]
     parts = (
-        Part("row-parallel layers", _ROW_PARALLEL, _replace_layer),
+        layers,
         Part("decode merges", _MERGING, _wrap_merges),
         *eager,
         Part("compiled norms", (_FUSING,), _replace_fused_norm),
@@ -310,12 +312,13 @@ def tuned_layer(base: type[Any]) -> type[Any]:
     class TunedRowParallelLinear(base):
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
-            self._autotax_group = _group_of(self)
+            self._autotax_group, self._autotax_keeps_bits = _group_of(self)
 
         def forward(self, input_: Any) -> Any:
-            if not self._autotax_group or invariant():
+            mode = invariant()
+            if not self._autotax_group or (mode and not self._autotax_keeps_bits):
                 return super().forward(input_)
-            output = torch.ops.autotax.fused_matmul_all_reduce(input_, self.weight.t(), self._autotax_group)
+            output = torch.ops.autotax.fused_matmul_all_reduce(input_, self.weight.t(), self._autotax_group, mode)
             if not self.return_bias:
                 return output
             return output, self.bias if self.skip_bias_add else None
@@ -325,25 +328,27 @@ def tuned_layer(base: type[Any]) -> type[Any]:
     return TunedRowParallelLinear
 
 
-def _group_of(layer: Any) -> str:
-    """The name of the group whose ranks sum a layer's products, if a winner does it faster; else empty."""
+def _group_of(layer: Any) -> tuple[str, bool]:
+    """The name of the group whose ranks sum a layer's products if a winner does it faster, else empty; and whether one keeps the
+    bits of a token whatever the number of tokens.
+    """
     from vllm.distributed.parallel_state import get_tp_group
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    from autotax.engines.thresholds import agreed, listed, token_ranges
+    from autotax.engines.thresholds import listed, row_parallel_served
     from autotax.nn.consensus import DTYPES
     from autotax.torch import symm_mem
 
     plain = type(layer.quant_method) is UnquantizedLinearMethod and layer.params_dtype in DTYPES
     no_bias = layer.bias is None or layer.skip_bias_add
     if not (plain and no_bias and layer.reduce_results and layer.input_is_parallel and layer.tp_size > 1):
-        return ""
-    ranges = token_ranges(layer.output_size, layer.input_size_per_partition, DTYPES[layer.params_dtype], layer.tp_size)
+        return "", False
+    sizes = layer.output_size, layer.input_size_per_partition, DTYPES[layer.params_dtype], layer.tp_size
     group, layer_name = get_tp_group(), layer.prefix or type(layer).__name__
-    ranges = agreed([] if batch_invariance.vllm() else ranges, layer_name, group.device_group, group.device)
+    ranges, keeps_bits = row_parallel_served(*sizes, layer_name, group.device_group, group.device)
     if not ranges:
-        return ""
+        return "", False
     name = str(group.device_group.group_name)
     symm_mem.reduce_by(name, group.all_reduce)
     log.info("autotax serves %s for %s tokens", layer_name, listed(ranges))
-    return name
+    return name, keeps_bits

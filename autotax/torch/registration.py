@@ -46,10 +46,11 @@ def _declare() -> torch.library.Library:
         for key in KEYS:
             library.impl(name, OPERATORS[name], key)
         library.impl(name, getattr(torch_symm_mem, METAS[name]), "Meta")
-    library.define(f"{REDUCE}(Tensor A, Tensor B, str group_name) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
+    reduce = f"{REDUCE}(Tensor A, Tensor B, str group_name, bool batch_invariant=False) -> Tensor"
+    library.define(reduce, tags=(torch.Tag.needs_fixed_stride_order,))
     for key in KEYS:
         library.impl(REDUCE, symm_mem.matmul_all_reduce, key)
-    library.impl(REDUCE, lambda a, b, _: a.new_empty(*a.shape[:-1], b.shape[1]), "Meta")
+    library.impl(REDUCE, lambda a, b, *_: a.new_empty(*a.shape[:-1], b.shape[1]), "Meta")
     return library
 
 
