@@ -28,7 +28,7 @@ from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,
 )
-from autotax.nn.base import Module, SizeChoice, first_size, increment_version, nothing, remember, sizes_up_to
+from autotax.nn.base import Module, first_size, increment_version, nothing, remember, sizes_up_to
 from autotax.nn.consensus import DTYPES, configs_for
 from autotax.nn.fallback import PlainDecode
 from autotax.nn.groups import on_device
@@ -53,8 +53,9 @@ Call = Callable[..., Any]
 MORE = "kv_starts", "kv_scales", "sinks"
 NOTHING = (False, False, False)
 Known = tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...], Accepted, Accepted]
-"""The call for shapes of q, the cache and the block table; the shapes of kv_lens and of the result; the bytes of q, of K, of
-kv_lens, of the block table and of the result; and the kinds that were accepted of the inputs and of `out`.
+"""The call for shapes of q, the cache and the block table, the shapes of kv_lens and of the result, and for the checks of a call:
+
+the bytes of q, K, kv_lens, the block table and the result, and the inputs and results that calls accept as they are.
 """
 
 
@@ -168,27 +169,15 @@ class FlashDecode(Module):
         _, q_heads, _, _, _, output, *_ = self._asked
         return q_heads // self.world_size if output == "head_scatter" else q_heads
 
-    def _tune(self, problems: list[Shape], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
-        """Prepares the tuned config of each batch, and on GPUs also the bulk-synchronous kernels. `notes` hold messages for the
-        user. Collective.
-        """
+    def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
         from autotax.spaces import space_for
 
-        requested: list[tuple[Problem, Config]] = []
-        for problem, chosen in zip(problems, configs, strict=True):
-            requested += [(problem, chosen)] if chosen else []
-            if hardware.on_gpu and not (chosen and chosen.variant == "bsp"):
-                requested.append((problem, space_for(problem, hardware).default("bsp")))
-        for operator in self._operators(requested, hardware, notes):
-            self._made.setdefault(operator.problem.batch, []).append(operator)
-        pairs = zip(problems, configs, strict=True)
-        self._choices = tuple(SizeChoice(problem, self._made_of(problem, chosen)) for problem, chosen in pairs)
-        self._warn(notes)
+        missing = [problem for problem, config in pairs if hardware.on_gpu and not (config and config.variant == "bsp")]
+        return [(problem, space_for(problem, hardware).default("bsp")) for problem in missing]
 
-    def _made_of(self, problem: Shape, config: Config | None) -> Config | None:
-        """`config`, if the ranks agreed on it and prepared it; else None."""
-        made = [operator.config for operator in self._made.get(problem.batch, ())]
-        return config if config in made else None
+    def _store(self, operators: list[Any], notes: list[str]) -> None:  # noqa: ARG002
+        for operator in operators:
+            self._made.setdefault(operator.problem.batch, []).append(operator)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         from autotax.nn.prepare import SPECIALIZED, one_of_each_kind, special

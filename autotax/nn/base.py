@@ -7,7 +7,7 @@ import copy
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -255,6 +255,25 @@ class Module(torch.nn.Module):
         self._choices = tuple(SizeChoice(problem, None) for problem in prepared_for)
         return prepared_for, deployed
 
+    def _tune(self, problems: Sequence[Problem], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
+        """Prepares the config of each problem, and baselines. `notes` are messages for the user. Collective."""
+        pairs: list[tuple[Any, Config | None]] = list(zip(problems, configs, strict=True))
+        requested: list[tuple[Problem, Config]] = [(problem, config) for problem, config in pairs if config]
+        requested += self._baselines(pairs, hardware)
+        operators = self._operators(list(dict.fromkeys(requested)), hardware, notes)
+        self._store(operators, notes)
+        made = {(operator.problem, operator.config) for operator in operators}
+        self._choices = tuple(SizeChoice(problem, config if (problem, config) in made else None) for problem, config in pairs)
+        self._warn(notes)
+
+    def _baselines(self, pairs: list[tuple[P, Config | None]], hardware: Hardware) -> list[tuple[P, Config]]:  # noqa: ARG002
+        """Bulk-synchronous configs to prepare beside those that the ranks agreed on."""
+        return []
+
+    def _store(self, operators: list[Kernel[Any]], notes: list[str]) -> None:
+        """Stores the prepared operators for calls. Raises UsageError where the module cannot work without a missing one."""
+        raise NotImplementedError
+
     def _operators(self, requested: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Kernel[Any]]:
         """The operators of `requested` that can be prepared; `notes` name the others. Collective."""
         assert self._world is not None
@@ -394,6 +413,14 @@ def require_current(device: torch.device) -> None:
             f"the module is for {device} and the current device is cuda:{groups.current_device()}; they must be the same: "
             "call torch.cuda.set_device first"
         )
+
+
+def baseline_of_greatest(pairs: list[tuple[P, Config | None]], hardware: Hardware) -> list[tuple[P, Config]]:
+    """On GPUs the bulk-synchronous config of the greatest problem."""
+    from autotax.spaces import space_for
+
+    problem, _ = pairs[-1]
+    return [(problem, space_for(problem, hardware).default("bsp"))] if hardware.on_gpu else []
 
 
 def nothing(*_: Any) -> None:

@@ -198,7 +198,7 @@ class AllGatherLinear(ParallelLinear):
         with on_device(index):
             if check:
                 self._compare(lambda: self._described(x, weight, out, bias) + ", gathered")
-            x, weight, (_, shape, *_) = self._checked(x, weight, out)
+            x, weight, (_, shape, _) = self._checked(x, weight, out)
             if bias is not None:
                 bias = addend("bias", bias, shape[-1:], x)
                 if out is not None:

@@ -19,7 +19,7 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.hardware import Hardware, detect
+from autotax.hardware import detect
 from autotax.nn import custom_ops, groups  # noqa: F401 - custom_ops registers torch.ops.autotax.*
 from autotax.nn.base import NO_OUT, Group, Module, SizeChoice, Unknown, increment_version, nothing, remember, sizes_up_to
 from autotax.nn.consensus import DTYPES, configs_for, invariant_config, wants_invariance
@@ -44,10 +44,12 @@ from autotax.nn.tensor_checks import (
 Call = Callable[..., Any]
 """A function of x, weight and out, and also of bias and residual in a layer whose kernels add them."""
 ELSEWHERE: Any = object()
-Known = tuple[Call, tuple[int, ...], tuple[int, int, int, int], tuple[Accepted, Accepted, Accepted, Accepted]]
-"""The call for a shape of x, the shape of its result, the bytes of x, the weight, the result and a row of the result, and the
-kinds that were accepted of x with the weight, of `out`, of the bias and of the residual.
-"""
+Spans = tuple[int, int, int, int]
+"""The bytes of x, the weight, the result and a row of the result."""
+Kinds = tuple[Accepted, Accepted, Accepted, Accepted]
+"""Tensors that calls accept as they are: x with the weight, `out`, the bias, the residual."""
+Known = tuple[Call, tuple[int, ...], tuple[Spans, Kinds]]
+"""The call for a shape of x, the shape of its result, and for the checks of a call its spans and kinds."""
 NOWHERE = -(1 << 62)
 """An address far from every tensor."""
 LAYOUTS = ("nk", "kn")
@@ -202,7 +204,9 @@ class ParallelLinear(Module):
             hardware = detect(world.backend)
             if self._invariant:
                 config = invariant_config(world, problems[-1], hardware, deployed, self._db, config)
-            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
+            configs, notes = configs_for(world, problems, hardware, deployed, self._db, config, self._prove)
+            tuned = [chosen if chosen and chosen.variant != "bsp" else None for chosen in configs]
+            self._tune(problems, hardware, tuned, notes)
 
     def sides_of(self, weight: Tensor) -> tuple[int, int]:
         """Elements of a row of x, and columns of the result."""
@@ -225,18 +229,10 @@ class ParallelLinear(Module):
         requested = sizes_up_to(most, unit, [most] if once else sizes)
         return [self._problem_of(m, n, k, DTYPES[weight.dtype], ranks) for m in requested]
 
-    def _tune(self, problems: list[Any], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
-        """Prepares the tuned config of each size; `notes` are messages for the user. Collective."""
-        requested: list[tuple[Problem, Config]] = [
-            (problem, chosen) for problem, chosen in zip(problems, configs, strict=True) if chosen and chosen.variant != "bsp"
-        ]
-        made = {self._rows_of(kernel.problem)[0]: kernel for kernel in self._operators(requested, hardware, notes)}
-        self._made = made
-        ran = {rows: kernel.config for rows, kernel in made.items()}
-        self._choices = tuple(SizeChoice(problem, ran.get(self._rows_of(problem)[0])) for problem in problems)
-        if self._invariant and not made:
+    def _store(self, operators: list[Any], notes: list[str]) -> None:
+        self._made = {self._rows_of(kernel.problem)[0]: kernel for kernel in operators}
+        if self._invariant and not operators:
             raise UsageError(f"batch_invariant is set, and bulk-synchronous is not: {'; '.join(notes)}")
-        self._warn(notes)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         from autotax.nn.prepare import one_of_each_kind, special
@@ -342,11 +338,11 @@ class ParallelLinear(Module):
                 and (start := x.data_ptr()) > FREED < (weight_start := weight.data_ptr())
                 and not (start | weight_start) % VECTOR_BYTES
                 and not weight.is_nested
-                and ((accepted := entry[3])[0].first(x, weight) or accepted[0].second(x, weight))
+                and ((inputs := entry[2][1][0]).first(x, weight) or inputs.second(x, weight))
             ):
-                call, shape, spans, _ = entry
+                call, shape, (spans, accepted) = entry
             else:
-                x, weight, (call, shape, spans, accepted) = self._checked(x, weight, out)
+                x, weight, (call, shape, (spans, accepted)) = self._checked(x, weight, out)
                 calls = state["_guards"][0]  # the call may have prepared the module, which sets `_guards`
                 start, weight_start = x.data_ptr(), weight.data_ptr()
             size, weight_size, out_size, row_size = spans
@@ -440,10 +436,10 @@ class ParallelLinear(Module):
         if not entry:
             call = self._choose(rows) if rows else nothing
             sizes = x.nbytes, weight.nbytes, math.prod(shape) * dtype.itemsize, shape[-1] * dtype.itemsize
-            accepted = Accepted(), Accepted(), Accepted(), Accepted()
-            entry = remember(self._known, x.shape, (call if x.dim() == 2 else in_rows(call), shape, sizes, accepted))
+            kinds = Accepted(), Accepted(), Accepted(), Accepted()
+            entry = remember(self._known, x.shape, (call if x.dim() == 2 else in_rows(call), shape, (sizes, kinds)))
         if x is original_x and weight is original_weight:
-            entry[3][0].add(x, weight)
+            entry[2][1][0].add(x, weight)
         return x, weight, entry
 
     def _choose(self, rows: int) -> Call:

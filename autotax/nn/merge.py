@@ -24,7 +24,7 @@ from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,
 )
-from autotax.nn.base import Module, SizeChoice, increment_version, nothing, remember, sizes_up_to
+from autotax.nn.base import Module, baseline_of_greatest, increment_version, nothing, remember, sizes_up_to
 from autotax.nn.consensus import DTYPES, configs_for
 from autotax.nn.fallback import PlainMerge
 from autotax.nn.groups import on_device
@@ -44,8 +44,8 @@ from autotax.operators.decode_merge import DecodeMerge as Shape
 
 Call = Callable[..., Any]
 Known = tuple[Call, int, torch.Size, torch.Size, int, int, Accepted, Accepted]
-"""The call for a shape of O, its query tokens, the shapes of the merged O and LSE, the bytes of both O, and the kinds that
-were accepted of O with LSE and of `out`.
+"""The call for a shape of O, its query tokens, the shapes of the merged O and LSE, and for the checks of a call: the bytes of
+both O, and the inputs and results that calls accept as they are.
 """
 
 
@@ -139,20 +139,13 @@ class DecodeMerge(Module):
         _, heads, _, output, *_ = self._asked
         return heads // self.world_size if output == "head_scatter" else heads
 
-    def _tune(self, problems: list[Shape], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
-        from autotax.spaces import space_for
+    def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
+        """One bulk-synchronous kernel serves every size."""
+        return baseline_of_greatest(pairs, hardware)
 
-        requested: list[tuple[Problem, Config]] = []
-        for problem, chosen in zip(problems, configs, strict=True):
-            requested += [(problem, chosen)] if chosen else []
-        if hardware.on_gpu:  # one bulk-synchronous kernel serves every size
-            requested.append((problems[-1], space_for(problems[-1], hardware).default("bsp")))
-        for operator in self._operators(list(dict.fromkeys(requested)), hardware, notes):
+    def _store(self, operators: list[Any], notes: list[str]) -> None:  # noqa: ARG002
+        for operator in operators:
             self._made.setdefault(operator.problem.batch, []).append(operator)
-        made = {(operator.problem, operator.config) for operators in self._made.values() for operator in operators}
-        pairs = zip(problems, configs, strict=True)
-        self._choices = tuple(SizeChoice(problem, config if (problem, config) in made else None) for problem, config in pairs)
-        self._warn(notes)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         """Other numbers of tokens and other strides of LSE need no further compilation."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from autotax.db.lookup import lookup, peek
 from autotax.hardware import Hardware, detect
 from autotax.heap.collective_errors import by_rank
 from autotax.heap.world import World
-from autotax.nn.base import SizeChoice
 from autotax.nn.consensus import configs_for, invariant_config
 from autotax.nn.groups import GroupCalls, capturing
 from autotax.nn.tuned import Tuned
@@ -38,14 +37,9 @@ class BucketKernels(Tuned):
     Raises UsageError, on all ranks alike, if the config cannot be prepared.
     """
 
-    def _tune(self, problems: list[Problem], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
-        """See Tuned._tune. Prepares no baseline: the caller runs the calls that this kernel cannot serve."""
-        (problem,), (config,) = problems, configs
-        assert config is not None
-        self._kernels = {problem: self._operators([(problem, config)], hardware, notes)}
-        if not self._kernels[problem]:
-            raise UsageError("; ".join(notes) or f"{config} cannot be prepared for {problem.key}")
-        self._choices = (SizeChoice(problem, config),)
+    def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:  # noqa: ARG002
+        """None: the caller runs the calls that this kernel cannot serve."""
+        return []
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         """See Module._rehearsals. Yields one size of each kind for which Triton compiles a separate kernel."""
