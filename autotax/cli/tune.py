@@ -26,8 +26,7 @@ from autotax.cli.problem_selection import (
 from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError
 from autotax.core.problem import MAX_WORLD_SIZE, Problem
-from autotax.engines.architectures import Architecture, read_architecture, tokens_of
-from autotax.engines.asked import ASKED, asked_by
+from autotax.engines.architectures import ASKED, Architecture, asked_by, read_architecture, tokens_of
 from autotax.hardware import absent
 
 if TYPE_CHECKING:
@@ -207,7 +206,7 @@ def command_line(problem: Problem) -> str:
 
 
 def _show(verdict: Verdict, store: Store, where: MachineOptions, resumed: bool) -> None:
-    from autotax.core.error_text import summary
+    from autotax.core.errors import summary
     from autotax.db.url import shown
     from autotax.report import tables
 

@@ -9,7 +9,7 @@ products, which no operator computes: they are left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -521,3 +521,32 @@ def _tokens(text: str, whole: str) -> int:
 
 def _wrong(text: str) -> UsageError:
     return UsageError(f"tokens is {text!r}; it must be numbers such as 1,16,64...8192: give others as --tokens")
+
+
+# The problems of a model that each plugin asks for.
+
+def _sum(problem: Problem) -> bool:
+    """A row-parallel layer whose output each rank needs whole."""
+    return isinstance(problem, GemmReduceScatter) and problem.output == "replicated"
+
+
+def _merge(problem: Problem) -> bool:
+    return isinstance(problem, DecodeMerge)
+
+
+def _sharded_rows(problem: Problem) -> bool:
+    """A layer whose activations are sharded along the sequence: torch's fused operators."""
+    return isinstance(problem, AllGatherGemm) or (isinstance(problem, GemmReduceScatter) and problem.output == "scattered")
+
+
+ASKED: Mapping[str, tuple[Callable[[Problem], bool], ...]] = {
+    "vllm": (_sum, _merge),
+    "sglang": (_sum, _merge, _sharded_rows),
+    "torch": (_sharded_rows,),
+}
+"""Which problems a plugin looks up, by its name."""
+
+
+def asked_by(engine: str, layers: Mapping[Problem, str]) -> dict[Problem, str]:
+    """The problems of a model, with their layers, for which the plugin of an engine looks winners up."""
+    return {problem: names for problem, names in layers.items() if any(asks(problem) for asks in ASKED[engine])}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.core.error_text import summary
+from autotax.core.errors import summary
 from autotax.core.problem import Problem
 from autotax.operators import registry
 from autotax.report.taxes import bound_of, bsp_us, known_us, taxes, tuned_us, won_back

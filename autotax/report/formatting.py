@@ -14,7 +14,7 @@ from rich.text import Text
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.core.error_text import summary
+from autotax.core.errors import summary
 from autotax.core.problem import Problem
 from autotax.core.terminal import WIDEST, console
 from autotax.hardware import Hardware

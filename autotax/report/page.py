@@ -14,7 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from autotax.core.conditions import Conditions
-from autotax.core.error_text import summary
+from autotax.core.errors import summary
 from autotax.core.problem import Problem
 from autotax.db.records import TrialRecord, WinnerRecord
 from autotax.db.staleness import same_kernel

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotax.core import terminal
-from autotax.core.error_text import summary
+from autotax.core.errors import summary
 from autotax.core.problem import Problem
 from autotax.core.settings import CPU_SOAK, GPU_SOAK
 from autotax.hardware import Hardware

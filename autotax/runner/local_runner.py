@@ -16,11 +16,10 @@ from autotax.hardware import Hardware, check_world_size
 from autotax.operators import loaded
 from autotax.runner import gpu_contention
 from autotax.runner.fork_server import ForkServer
-from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Watch
+from autotax.runner.measurement import Candidate, Effort, Job, Meanwhile, Measurement, Watch
 from autotax.runner.pool import GroupLost, RankPool
 from autotax.runner.precompile import CompileAhead
 from autotax.runner.processes import disk_is_full, full_disk, tells_of_full_disk
-from autotax.runner.protocol import Job
 from autotax.software import Environment
 
 GPU_DEADLINE_S = 60.0

@@ -18,8 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from autotax.core.config import Config
-from autotax.core.error_text import summary
-from autotax.core.errors import UsageError
+from autotax.core.errors import UsageError, summary
 from autotax.core.files import write_whole
 from autotax.core.problem import Problem
 from autotax.core.settings import INVALIDITY

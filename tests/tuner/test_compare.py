@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from autotax.core.problem import Problem
+from autotax.hardware import links_us
 from autotax.operators import named
-from autotax.operators.links import links_us
 from autotax.report import documents, tables, taxes
 from autotax.runner import Candidate, Measurement
 from autotax.spaces import space_for
