@@ -136,10 +136,6 @@ class FlashDecode(Module):
             "_plain": None,
         }
 
-    def _place(self) -> torch.device:
-        here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
-
     def _make(self) -> None:
         max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, more, conditions, config, sizes = self._asked
         world, dtype, kv_dtype = self._world, self._dtype, self._kv_dtype

@@ -108,6 +108,7 @@ class Module(torch.nn.Module):
     belong to this process.
     """
 
+    _where: torch.device | None = None
     handle: int
     """Names this module to torch.ops.autotax.*; ranks have equal handles only if they have made the same modules."""
     _ready: bool
@@ -216,8 +217,9 @@ class Module(torch.nn.Module):
         vars(self)["_guards"] = calls, index, due or self._check
 
     def _place(self) -> torch.device:
-        """The device of the tensors of calls."""
-        raise NotImplementedError
+        """The device of the tensors of calls: the one given at construction, or else the current GPU, or the CPU."""
+        here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
 
     def _make(self) -> None:
         """Prepares for the current world and device. Collective."""

@@ -110,10 +110,6 @@ class DecodeMerge(Module):
             "_unwanted": None,
         }
 
-    def _place(self) -> torch.device:
-        here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
-
     def _make(self) -> None:
         max_batch, heads, head_dim, output, base, conditions, config, sizes = self._asked
         world, dtype = self._world, self._dtype

@@ -106,10 +106,6 @@ class AllReduceNorm(Module):
         nothing_yet = dict.fromkeys(("_most", "_plain", "_alone"))
         return super()._blank() | nothing_yet | {"_calls": {}, "_known": {}, "_made": {}, "_ordinal": -1}
 
-    def _place(self) -> torch.device:
-        here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
-
     def _make(self) -> None:
         max_m, hidden, residual, quant, offset, conditions, config, sizes = self._asked
         world, dtype = self._world, self._dtype

@@ -39,7 +39,6 @@ class Tuned(Module):
     """
 
     _problems: tuple[Problem, ...]
-    _wanted_device: torch.device
     _asked: tuple[Conditions | None, Config | None]
     _kernels: dict[Problem, list[Any]]
     _calls: dict[Problem, tuple[Any, Call]]
@@ -58,17 +57,12 @@ class Tuned(Module):
     ) -> None:
         super().__init__(group, db, check, prove)
         self._problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        here = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        current = here.type == "cuda" and here.index is None
-        self._wanted_device = torch.device("cuda", torch.cuda.current_device()) if current else here
+        self._where = None if device is None else torch.device(device)
         self._asked = conditions, config
         self.prepare(group)
 
     def _blank(self) -> dict[str, Any]:
         return super()._blank() | {"_calls": {}, "_kernels": {}}
-
-    def _place(self) -> torch.device:
-        return self._wanted_device
 
     def _make(self) -> None:
         conditions, config = self._asked
