@@ -47,8 +47,8 @@ def limit_met(error: BaseException) -> str | None:
         if isinstance(cause, MemoryError) or "failed to map segment" in str(cause):  # the dynamic linker's words
             return f"the memory is at its limit: {MEMORY}"
         if isinstance(cause, ImportError):
-            told = next((line for line in reversed(str(cause).splitlines()) if line), "no reason")
-            return f"{cause.name or 'a module'} cannot be imported ({told[:300]}): {INSTALL}"
+            last = next((line for line in reversed(str(cause).splitlines()) if line), "no reason")
+            return f"{cause.name or 'a module'} cannot be imported ({last[:300]}): {INSTALL}"
         if isinstance(cause, OSError) and cause.errno in LIMITS:
             return f"the machine is at a limit ({cause.strerror}): {LIMITS[cause.errno]}"
         if isinstance(cause, FileNotFoundError) and cause.filename == sys.executable:
@@ -88,8 +88,8 @@ def described(error: BaseException) -> str:
     kernels = [place for place in places if PACKAGE / "kernels" in Path(place[0]).parents]
     file, line = _in_kernel(error) or (own or kernels or [("", 0)])[-1]
     where = f" ({Path(file).name}:{line})" if file else ""
-    told = "".join(traceback.format_exception(error)).partition(MARK.lstrip("\n"))[2]
-    return f"{type(error).__name__}: {str(error)[-LONGEST:]}{where}{MARK}{told.rstrip()[-LONGEST_TRACEBACK:]}"
+    text = "".join(traceback.format_exception(error)).partition(MARK.lstrip("\n"))[2]
+    return f"{type(error).__name__}: {str(error)[-LONGEST:]}{where}{MARK}{text.rstrip()[-LONGEST_TRACEBACK:]}"
 
 
 def summary(text: str) -> str:
@@ -100,8 +100,8 @@ def summary(text: str) -> str:
 def joined(errors: Iterable[str]) -> str:
     """Several errors as one: all messages, and the traceback of the first error that has one."""
     parts = [text.partition(MARK) for text in dict.fromkeys(errors)]
-    told = next((mark + rest for _, mark, rest in parts if mark), "")
-    return "; ".join(dict.fromkeys(message for message, _, _ in parts)) + told
+    report = next((mark + rest for _, mark, rest in parts if mark), "")
+    return "; ".join(dict.fromkeys(message for message, _, _ in parts)) + report
 
 
 def _frames(error: BaseException | None) -> Iterator[TracebackType]:
@@ -120,8 +120,8 @@ def _places(error: BaseException) -> Iterator[tuple[str, int]]:
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
         chain.append(cause)
-    for each in chain:
-        for frame in traceback.extract_tb(each.__traceback__):
+    for link in chain:
+        for frame in traceback.extract_tb(link.__traceback__):
             yield frame.filename, frame.lineno or 0
 
 

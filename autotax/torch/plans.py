@@ -74,8 +74,8 @@ def _rows(problem: Problem) -> int:
     return rows
 
 
-def _keeps_bits(asked: Any) -> bool:
-    return getattr(asked, "batch_invariant", False)
+def _keeps_bits(call: Any) -> bool:
+    return getattr(call, "batch_invariant", False)
 
 
 def with_rows(problem: Problem, rows: int) -> Problem:
@@ -156,14 +156,14 @@ class GroupPlans:
     def _plan_of_invariant(self, operator: str, shapes: str, read: Callable[[int], Any]) -> Plan | None:
         """The plan of a batch-invariant call whose kernel is prepared already; the ranks need not agree on it again."""
         try:
-            asked = read(self.ranks)
+            call = read(self.ranks)
         except NotTaken:
             return None
-        prepared = self._prepared.get((with_rows(asked.problem, self.invariant_rows), _keeps_bits(asked)))
+        prepared = self._prepared.get((with_rows(call.problem, self.invariant_rows), _keeps_bits(call)))
         if not isinstance(prepared, InvariantKernels):
             return None
-        kernel = prepared.kernel_for(asked.problem)
-        return kernel and Plan(count_of(operator, shapes, str(kernel.config)), asked, kernel, calls=self.calls)
+        kernel = prepared.kernel_for(call.problem)
+        return kernel and Plan(count_of(operator, shapes, str(kernel.config)), call, kernel, calls=self.calls)
 
     def left(self, operator: str, shapes: str, reason: str, missed: Callable[[], object] | None = None) -> Plan:
         """A plan that leaves calls to torch."""
@@ -183,25 +183,25 @@ class GroupPlans:
             self._warn(self._parted)
             return self.left(operator, shapes, self._parted)
         try:
-            asked = read(self.ranks)
+            call = read(self.ranks)
         except NotTaken as reason:
             return self.left(operator, shapes, str(reason))
         try:
-            kernel = self._kernel(world, asked)
-            asked.require(kernel)
+            kernel = self._kernel(world, call)
+            call.require(kernel)
         except NotTaken as reason:
-            return self.left(operator, shapes, str(reason), self._miss(asked.problem))
-        return Plan(count_of(operator, shapes, str(kernel.config)), asked, kernel, calls=self.calls)
+            return self.left(operator, shapes, str(reason), self._miss(call.problem))
+        return Plan(count_of(operator, shapes, str(kernel.config)), call, kernel, calls=self.calls)
 
-    def _kernel(self, world: World, asked: Any) -> Any:
+    def _kernel(self, world: World, call: Any) -> Any:
         """The prepared kernel for a call. Collective. Raises NotTaken, on all ranks alike."""
-        problem = asked.problem
+        problem = call.problem
         last = representative(problem).to_dict()["m"]
         shared = self.ranks if problem.to_dict().get("output") != "replicated" else 1
         # The greatest size of the bucket that the ranks divide.
         sizes = (with_rows(problem, last // shared * shared), problem)
-        for largest in [with_rows(problem, self.invariant_rows)] if _keeps_bits(asked) else dict.fromkeys(sizes):
-            key = largest, _keeps_bits(asked)
+        for largest in [with_rows(problem, self.invariant_rows)] if _keeps_bits(call) else dict.fromkeys(sizes):
+            key = largest, _keeps_bits(call)
             if key not in self._prepared:
                 self._prepared[key] = self._prepare(world, *key)
             prepared = self._prepared[key]
@@ -209,7 +209,7 @@ class GroupPlans:
                 raise NotTaken(prepared)
             if kernel := prepared.kernel_for(problem):
                 return kernel
-        if _keeps_bits(asked):  # torch's operator would give this number of rows other bits
+        if _keeps_bits(call):  # torch's operator would give this number of rows other bits
             raise UsageError(f"batch_invariant is set, and no kernel takes {problem.key}: give another database")
         raise NotTaken("the winner cannot be fitted to this number of rows")
 

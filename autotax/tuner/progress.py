@@ -96,12 +96,12 @@ class Verdict:
         """`<Verdict my-op/m=512,...: push(comm=8) 1.31x over BSP [1.28, 1.33], 118.2 us; 60 trials>`"""
         best = self.winner
         if best is None:
-            found = "interrupted" if self.interrupted else "the time limit came first" if self.late else "nothing verified"
+            outcome = "interrupted" if self.interrupted else "the time limit came first" if self.late else "nothing verified"
         else:
             low, high = best.interval
-            found = f"{best.measurement.config} {best.speedup:.2f}x over BSP [{low:.2f}, {high:.2f}]"
-            found += f", {best.measurement.latency_us:.1f} us" if best.measurement.latency_us is not None else ""
-        return f"<Verdict {self.problem.key}: {found}; {sum(self.trials.values())} trials>"
+            outcome = f"{best.measurement.config} {best.speedup:.2f}x over BSP [{low:.2f}, {high:.2f}]"
+            outcome += f", {best.measurement.latency_us:.1f} us" if best.measurement.latency_us is not None else ""
+        return f"<Verdict {self.problem.key}: {outcome}; {sum(self.trials.values())} trials>"
 
     @property
     def rows(self) -> list[dict[str, Any]]:

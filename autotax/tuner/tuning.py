@@ -389,9 +389,9 @@ class _Run:
         for measurement in self.measured:
             by_variant.setdefault(measurement.config.variant, []).append(measurement)
         return tuple(
-            FailedVariant(variant, len(found), found[0].status, found[0].error or "")
-            for variant, found in by_variant.items()
-            if not any(measurement.verified for measurement in found)
+            FailedVariant(variant, len(measurements), measurements[0].status, measurements[0].error or "")
+            for variant, measurements in by_variant.items()
+            if not any(measurement.verified for measurement in measurements)
         )
 
     @staticmethod

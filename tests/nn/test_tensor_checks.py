@@ -169,7 +169,7 @@ def test_only_tensors_of_an_accepted_kind_are_alike(compiled: bool, monkeypatch:
     same = tensor_checks.alike(x, weight)
     assert same(torch.ones(4, 6), weight)
     assert same(x[:], torch.nn.Parameter(torch.ones(8, 6), requires_grad=False))
-    others = [x.double(), x[:3], torch.zeros(6, 4).t(), torch._neg_view(x), torch.zeros(4, 12)[:, ::2], x.to("meta")]
+    others = [x.double(), x[:3], torch.zeros(6, 4).t(), negated(x), torch.zeros(4, 12)[:, ::2], x.to("meta")]
     others += [x.as_subclass(type("Odd", (torch.Tensor,), {})), torch.nn.Parameter(x, requires_grad=False), x.unsqueeze(0)]
     assert not any(same(other, weight) for other in others)
     twice = tensor_checks.alike(x, x)
