@@ -51,11 +51,11 @@ from autotax.operators.inputs import EIGHT_BITS
 
 Call = Callable[..., Any]
 MORE = "kv_starts", "kv_scales", "sinks"
-NOTHING = (False, False, False)
-Known = tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...], Accepted, Accepted]
+Known = tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...], Accepted, Accepted, bool]
 """The call for shapes of q, the cache and the block table, the shapes of kv_lens and of the result, and for the checks of a call:
 
-the bytes of q, K, kv_lens, the block table and the result, and the inputs and results that calls accept as they are.
+the bytes of q, K, kv_lens, the block table and the result, the inputs and results that calls accept as they are, and whether
+calls bring any of MORE.
 """
 
 
@@ -288,11 +288,10 @@ class FlashDecode(Module):
                 start, k_start, v_start, lengths_start = q.data_ptr(), k_shard.data_ptr(), v_shard.data_ptr(), kv_lens.data_ptr()
                 table_start = 0 if block_table is None else block_table.data_ptr()
                 calls = state["_guards"][0]  # of the group, which the call may have changed by preparing the module
-            brings = state["_brings"]
+            call, _, shape, sizes, _, kinds, brings = entry
             more: tuple[Tensor, ...] = ()
-            if kv_starts is not None or kv_scales is not None or sinks is not None or brings != NOTHING:
+            if brings or kv_starts is not None or kv_scales is not None or sinks is not None:
                 more = self._checked_more(entry[1], kv_starts, kv_scales, sinks)
-            call, _, shape, sizes, _, kinds = entry
             if out is None:
                 out = q.new_empty(*shape)
             else:
@@ -313,7 +312,7 @@ class FlashDecode(Module):
                     require_apart("out", out, q=q, k_shard=k_shard, v_shard=v_shard, kv_lens=kv_lens, block_table=block_table)
                     kinds.add(out)
                 if more:
-                    require_apart("out", out, **dict(zip(compress(MORE, brings), more, strict=True)))
+                    require_apart("out", out, **dict(zip(compress(MORE, self._brings), more, strict=True)))
                 increment_version((out,))
         except RuntimeError as error:
             inputs = {"q": q, "k_shard": k_shard, "v_shard": v_shard, "kv_lens": kv_lens, "block_table": block_table, "out": out}
@@ -449,7 +448,7 @@ class FlashDecode(Module):
         if not entry:
             call = (self._calls.get((batch, tokens)) or self._choose(batch, tokens)) if batch else nothing
             sizes = q.nbytes, k.nbytes, lengths.nbytes, 0 if table is None else table.nbytes, math.prod(made) * dtype.itemsize
-            entry = remember(self._known, shapes, (call, counts, made, sizes, Accepted(), Accepted()))
+            entry = remember(self._known, shapes, (call, counts, made, sizes, Accepted(), Accepted(), any(self._brings)))
         tensors = q, k, v, lengths, table
         if all(map(is_, tensors, originals)):
             entry[4].add(*(tensor for tensor in tensors if tensor is not None))
