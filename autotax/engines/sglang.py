@@ -19,10 +19,12 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from autotax.engines import batch_invariance
-from autotax.engines.contracts import Contract, Part, take
+from autotax.engines.contracts import Contract, Part, first_broken, take
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from autotax.engines.rows import Row, Stored
 
 _LINEAR, _SP, _DCP = "sglang.srt.layers.linear", "sglang.srt.layers.layernorm_sp", "sglang.srt.layers.dcp.comm"
 _REGISTRY = Contract(
@@ -35,6 +37,10 @@ _LAYERS = (
     Contract(_SP, "sp_fused_matmul_eligible", ("linear",)),
     Contract(_SP, "sp_num_tokens", ()),
     _REGISTRY,
+)
+_FP8 = (
+    Contract("sglang.srt.layers.quantization.fp8", "Fp8LinearMethod.apply", ("self", "layer", "x", "bias")),
+    Contract("sglang.srt.layers.quantization.w8a8_fp8", "W8A8Fp8LinearMethod.apply", ("self", "layer", "x", "bias")),
 )
 _O_AND_LSE = ("cp_attn_out", "cp_attn_lse", "cp_group")
 _MERGING = (
@@ -60,8 +66,9 @@ _NORMING = (
     ),
     _REGISTRY,
 )  # fmt: skip
-CONTRACTS = (*_LAYERS, *_MERGING[:-1], *_NORMING[:-1])
+CONTRACTS = (*_LAYERS, *_FP8, *_MERGING[:-1], *_NORMING[:-1])
 log = logging.getLogger("autotax")
+_UNKNOWN = object()
 _installed = False
 """Whether this plugin has installed our implementations of torch's fused operators."""
 
@@ -208,11 +215,18 @@ def forward_with_allreduce_fusion(
     use_attn_tp_group: bool = True,
 ) -> Any:
     """All-reduce, residual and norm, called by norms of layers whose sum was left out. Ours for the tensor-parallel group."""
+    from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
+
+    from autotax.engines import pending
+
     whole = use_attn_tp_group and getattr(norm_module, "variance_size_override", None) is None
-    if residual is not None and whole and post_residual_addition is None:
+
+    def fused(x: Any, residual: Any) -> Any:
         found = _normed(x, residual, weight, norm_module.variance_epsilon)
-        if found is not None:
-            return found[0], found[1]
+        return original(norm_module, x, residual, None, weight, use_attn_tp_group) if found is None else (found[0], found[1])
+
+    if residual is not None and whole and post_residual_addition is None:
+        return pending.normed(x, residual, get_parallel().tp_group, fused, norm_module)
     return original(norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group)
 
 
@@ -244,7 +258,7 @@ def _normed(
     x: Any, residual: Any, weight: Any, eps: float, ranks: int | None = None, offset: int = 0, residual_out: Any = None
 ) -> Any:
     """The results of `autotax.engines.norms.normed`; None where SGLang's own function is to run."""
-    from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
+    from sglang.srt.runtime_context import get_parallel
 
     from autotax.engines import norms
 
@@ -280,44 +294,68 @@ def row_parallel(
     from sglang.srt.layers.moe.utils import should_skip_mlp_all_reduce  # type: ignore[import-not-found]
     from sglang.srt.runtime_context import get_exec, get_forward
 
+    from autotax.engines import pending, rows
     from autotax.nn.groups import capturing
 
     mode = _stands_back()
-    if not hasattr(layer, "_autotax_group"):
-        if capturing(input_.device):
-            return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
-        layer._autotax_group = _group_of(layer)
-    group, keeps_bits = layer._autotax_group
-    summed = not (skip_all_reduce or should_skip_mlp_all_reduce() or get_forward().sp_active or layer.use_decode_attn_tp)
-    serves = group and summed and (keeps_bits or not mode)
-    if not serves or output_tensor is not None or get_exec().comm.enable_quant_communications:
+    if not isinstance(input_, torch.Tensor):  # the norm in front of the layer may have quantised its input
         return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
-    output = torch.ops.autotax.fused_matmul_all_reduce(input_, layer.weight.t(), group, mode)
+    row = vars(layer).get("_autotax_row", _UNKNOWN)
+    if row is _UNKNOWN and capturing(input_.device):
+        return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
+    if row is _UNKNOWN:
+        row = layer._autotax_row = _row_of(layer)
+    otherwise = should_skip_mlp_all_reduce() or get_forward().sp_active or layer.use_decode_attn_tp
+    otherwise = otherwise or output_tensor is not None or get_exec().comm.enable_quant_communications
+    summed = layer.reduce_results and not skip_all_reduce
+    if not rows.serves(row, summed, mode) or otherwise:
+        return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
+    if not summed:
+        output = pending.result(layer, row, input_, lambda x: original(layer, x, skip_all_reduce, forward_batch, None)[0])
+    else:
+        output = rows.run(row, layer, input_, mode)
     return output, layer.bias if layer.skip_bias_add else None
 
 
-def _group_of(layer: Any) -> tuple[str, bool]:
-    """The name of the group whose ranks sum a layer's products if a winner does it faster, else empty; and whether one keeps the
-    bits of a token whatever the number of tokens.
-    """
+def _row_of(layer: Any) -> Row | None:
+    """How a layer sums its products where a winner does it faster."""
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod  # type: ignore[import-not-found]
     from sglang.srt.runtime_context import get_parallel
 
-    from autotax.engines.thresholds import row_parallel_served
-    from autotax.nn.consensus import DTYPES
-    from autotax.torch import symm_mem
+    from autotax.engines import rows
 
     group = get_parallel().tp_group
-    plain = type(layer.quant_method) is UnquantizedLinearMethod and layer.weight.dtype in DTYPES
     no_bias = layer.bias is None or layer.skip_bias_add
     whole = layer.parallel_group in (None, "tp") and not layer.use_dp_attention_reduce
-    if not (plain and no_bias and whole and layer.reduce_results and layer.input_is_parallel and group.world_size > 1):
-        return "", False
-    n, k = layer.weight.shape
-    sizes, layer_name = (n, k, DTYPES[layer.weight.dtype], group.world_size), f"a row-parallel layer of {n} x {k}"
-    ranges, keeps_bits = row_parallel_served(*sizes, layer_name, group.device_group, layer.weight.device)
-    if not ranges:
-        return "", False
-    name = str(group.device_group.group_name)
-    symm_mem.reduce_by(name, group.all_reduce)
-    return name, keeps_bits
+    if not (no_bias and whole and layer.input_is_parallel and group.world_size > 1):
+        return None
+    k = layer.input_size_per_partition
+    name = getattr(layer, "prefix", "") or f"a row-parallel layer of {layer.output_size} x {k}"
+    if type(layer.quant_method) is UnquantizedLinearMethod:
+        return rows.plain_row(layer.output_size, k, layer.weight.dtype, group, layer.weight.device, name)
+    stored = _stored(layer)
+    if isinstance(stored, rows.Stored) and (broken := first_broken(_FP8)):
+        stored = broken
+    if isinstance(stored, str):
+        rows.left(name, stored)
+    return rows.scaled_row(layer, stored, layer.params_dtype, k, group, name) if isinstance(stored, rows.Stored) else None
+
+
+def _stored(layer: Any) -> Stored | str | None:
+    """How SGLang stores the FP8 weight of a layer, or why the layer is left; None for other weights."""
+    from autotax.engines.rows import Stored
+
+    method, scheme = layer.quant_method, getattr(layer, "scheme", None)
+    holder = {"Fp8LinearMethod": method, "W8A8Fp8LinearMethod": method}.get(type(method).__name__, scheme)
+    if type(holder).__name__ not in ("Fp8LinearMethod", "W8A8Fp8LinearMethod", "CompressedTensorsW8A8Fp8"):
+        return None
+    if any(getattr(holder, name, False) for name in ("use_marlin", "use_mxfp8", "block_fp8_as_mxfp8")):
+        return "its weight is stored for Marlin or as MXFP8"
+    if getattr(getattr(holder, "quant_config", None), "scale_fmt", None) == "ue8m0":
+        return "scales of its blocks are powers of two"
+    block = getattr(holder, "weight_block_size", None)
+    if block is not None:
+        if list(block) != [128, 128]:
+            return f"blocks of its weight are {list(block)}"
+        return Stored("block", "weight_scale_inv" if hasattr(layer, "weight_scale_inv") else "weight_scale")
+    return Stored("row" if getattr(layer, "input_scale", None) is None else "static")

@@ -6,17 +6,20 @@ for this machine.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from autotax import __version__
 from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.db import lookup
 from autotax.db.index import bucket, buckets_up_to
+from autotax.db.shipped import sources
 from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.operators.problems import AllReduceNorm, DecodeMerge, GemmReduceScatter
@@ -37,6 +40,9 @@ def token_ranges(
     ranks: int,
     *,
     output: str = "replicated",
+    scales: str = "none",
+    result: str = "bf16",
+    quantize: str = "none",
     most: int = MOST_TOKENS,
     hardware: Hardware | None = None,
     db: str | Path | None = None,
@@ -45,27 +51,24 @@ def token_ranges(
     """Numbers of tokens, first and last of each range, for which a row-parallel layer has a winner that is not bulk-synchronous.
 
     The layer's weight is [n, k] on each rank; `output` is "replicated" for an all-reduce, "scattered" for a reduce-scatter.
+    `scales`, `result` and `quantize` are those of a weight in e4m3. There are none for sizes that kernels do not take.
     """
     answered = {"hardware": hardware, "db": db, "conditions": conditions}
-    return _won(lambda tokens: GemmReduceScatter(tokens, n, k, dtype, output, ranks), most, answered)
-
-
-def keeps_bits(n: int, k: int, dtype: str, ranks: int) -> bool:
-    """Whether a row-parallel layer has a winner whose rows have the same bits for all numbers of tokens. See `token_ranges`."""
+    more = output, ranks, "nk", scales, result, quantize
     try:
-        return lookup.invariant(GemmReduceScatter(MOST_TOKENS, n, k, dtype, "replicated", ranks)).from_problem is not None
+        return _won(lambda tokens: GemmReduceScatter(tokens, n, k, dtype, *more), most, answered)
     except UsageError:
-        return False
+        return []
 
 
-def row_parallel_served(
-    n: int, k: int, dtype: str, ranks: int, name: str, group: Any, device: torch.device
-) -> tuple[Ranges, bool]:
-    """Numbers of tokens that a row-parallel layer has winners for, and whether one keeps bits. Collective, alike on all ranks."""
-    ranges = token_ranges(n, k, dtype, ranks)
-    keeping = [(1, MOST_TOKENS)] if ranges and keeps_bits(n, k, dtype, ranks) else []
-    agreed_ranges = agreed(ranges, name, group, device)
-    return agreed_ranges, bool(agreed(keeping, f"{name} in batch-invariant mode", group, device))
+def kept_bits(n: int, k: int, dtype: str, ranks: int, name: str, group: Any, device: torch.device) -> bool:
+    """Whether all ranks have a winner of a row-parallel layer that keeps the bits of a token. Collective."""
+    try:
+        answer = lookup.invariant(GemmReduceScatter(MOST_TOKENS, n, k, dtype, "replicated", ranks))
+        ranges = [(1, MOST_TOKENS)] if answer.from_problem is not None else []
+    except UsageError:
+        ranges = []
+    return bool(agreed(ranges, f"{name} in batch-invariant mode", group, device))
 
 
 def merge_ranges(
@@ -118,6 +121,12 @@ def serves(
             return False
         of_group[key] = agreed(ranges(), name, group, device)
     return any(first <= tokens <= last for first, last in of_group[key])
+
+
+def fingerprint(op: str) -> str:
+    """Changes with each winner of an operator, whether it holds here or not: a key for what an engine keeps about its layers."""
+    winners = {str(winner[:4]) for source in sources(None) for winner in source.index if winner.op == op}
+    return hashlib.sha256("\n".join([__version__, *sorted(winners)]).encode()).hexdigest()
 
 
 def forget_winners() -> None:

@@ -7,6 +7,9 @@ Three editions of the same weights. `NCCL`: torch.compile as it is. `torch async
 gradients of the input and all weights, are compared with NCCL's; replays are timed in turn. A round's time is the maximum over
 the ranks.
 
+With --fp8 the layers hold weights in e4m3 with scales of rows, and quantise their inputs by rows, in a program on torch alone.
+The gathers carry codes and scales.
+
 Two CPU ranks run it too, to try the script: eagerly, with small sizes, and torch's fused operators as plain collectives.
 """
 
@@ -29,6 +32,7 @@ import torch._inductor.config as inductor
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -41,7 +45,7 @@ from autotax.hardware import check_world_size, detect
 from autotax.heap import World
 from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.software import environment
-from autotax.torch import plans, symm_mem
+from autotax.torch import plans, scaled, symm_mem
 from autotax.torch.calls import GATHER, SCATTER
 from autotax.torch.registration import OPERATORS
 from autotax.tuner.statistics import speedup
@@ -49,7 +53,9 @@ from autotax.tuner.statistics import speedup
 NCCL, TORCH, OURS = EDITIONS = ("NCCL", "torch async TP", "autotax")
 TOLERANCE = {"cuda": 2e-2, "cpu": 1e-4}
 """Greatest ||theirs - NCCL's|| / ||NCCL's||: bf16 and float32, rounded in other places."""
-FALLBACKS = {GATHER: symm_mem.torch_all_gather_matmul, SCATTER: symm_mem.torch_matmul_reduce_scatter}
+FALLBACKS = scaled.OPERATORS | {GATHER: symm_mem.torch_all_gather_matmul, SCATTER: symm_mem.torch_matmul_reduce_scatter}
+"""Torch's own on CPU ranks. Ours of e4m3 are torch's as long as there is no winner."""
+LARGEST = 448.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ class Plan:
     train: bool
     rounds: int
     db: str | None
+    fp8: bool = False
 
 
 class Block(nn.Module):
@@ -88,8 +95,58 @@ class Block(nn.Module):
         return x + self.w2(silu(self.w1(normed)) * self.w3(normed))
 
 
+def by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x in e4m3, and the scales of its rows."""
+    scales = (x.abs().amax(-1, keepdim=True).float() / LARGEST).clamp_min(1e-12)
+    return (x.float() / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales
+
+
+class Fp8Linear(nn.Module):
+    """This rank's part of a layer: its weight [n, k] in e4m3."""
+
+    def __init__(self, n: int, k: int, made: dict[str, Any]) -> None:
+        super().__init__()
+        codes, scales = by_rows(torch.randn(n, k, **made) / k**0.5)
+        self.weight, self.scales = (nn.Parameter(each, False) for each in (codes, scales.t().contiguous()))
+
+    def forward(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return torch._scaled_mm(codes, self.weight.t(), scales, self.scales, out_dtype=torch.bfloat16)
+
+
+class Fp8Block(Block):
+    """The same with weights in e4m3, and collectives of torch in its code."""
+
+    def __init__(self, plan: Plan, made: dict[str, Any], group: Any) -> None:
+        nn.Module.__init__(self)
+        self.head_dim, self.group, ranks = plan.head_dim, group, group.size()
+        q, kv = (heads * plan.head_dim // ranks for heads in (plan.q_heads, plan.kv_heads))
+        self.attention_norm, self.ffn_norm = (nn.RMSNorm(plan.hidden, elementwise_affine=False) for _ in range(2))
+        self.wq, self.wk, self.wv = (Fp8Linear(width, plan.hidden, made) for width in (q, kv, kv))
+        self.wo = Fp8Linear(plan.hidden, q, made)
+        self.w1, self.w3 = (Fp8Linear(plan.ffn // ranks, plan.hidden, made) for _ in range(2))
+        self.w2 = Fp8Linear(plan.hidden, plan.ffn // ranks, made)
+
+    def gathered(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(all_gather_tensor(each, 0, self.group) for each in by_rows(x))  # type: ignore[return-value]
+
+    def scattered(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return reduce_scatter_tensor(layer(*by_rows(x)), "sum", 0, self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.gathered(self.attention_norm(x))
+        q, k, v = (layer(*whole).unflatten(1, (-1, self.head_dim)).transpose(0, 1)[None] for layer in (self.wq, self.wk, self.wv))
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+        x = x + self.scattered(self.wo, mixed)
+        whole = self.gathered(self.ffn_norm(x))
+        return x + self.scattered(self.w2, silu(self.w1(*whole)) * self.w3(*whole))
+
+
 def stack_of(plan: Plan, world: World) -> nn.Module:
     """The same weights in every edition, sharded by torch's own styles."""
+    if plan.fp8:
+        torch.manual_seed(7 + world.rank)
+        made = {"device": world.device, "dtype": torch.bfloat16}
+        return nn.Sequential(*(Fp8Block(plan, made, world.data) for _ in range(plan.layers)))
     torch.manual_seed(7)
     made = {"device": world.device, "dtype": torch.bfloat16 if world.device.type == "cuda" else torch.float32}
     stack = nn.Sequential(*(Block(plan, made) for _ in range(plan.layers)))
@@ -112,10 +169,21 @@ def edition(name: str, world: World) -> Iterator[None]:
         runs = OPERATORS if name == OURS else {} if on_gpu else FALLBACKS
         for operator, run in runs.items():
             library.impl(operator, run, "CUDA" if on_gpu else "CPU", allow_override=True)
-        if not on_gpu:  # the pass wants NCCL
+        if not on_gpu:  # the pass wants NCCL, and gloo gathers no e4m3
+            functional = torch.library.Library("_c10d_functional", "IMPL")
+            held.callback(functional._destroy)
+            functional.impl("all_gather_into_tensor", gathered_bytes, "CPU", allow_override=True)
             held.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
             held.enter_context(torch_symm_mem._test_mode())
         yield
+
+
+def gathered_bytes(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    """The rows of all ranks, whatever their type."""
+    whole = x.new_empty(ranks * len(x), *x.shape[1:])
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    dist.all_gather_into_tensor(whole.view(torch.uint8), x.contiguous().view(torch.uint8), group)
+    return whole
 
 
 def step_of(stack: nn.Module, train: bool, dy: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
@@ -156,7 +224,7 @@ def scenario(world: World, plan: Plan, tokens: int) -> dict[str, Any]:
     on_gpu, own = world.device.type == "cuda", (tokens // world.size, plan.hidden)
     generator = torch.Generator(world.device).manual_seed(1 + world.rank)
     x, dy = (torch.randn(own, generator=generator, device=world.device) for _ in range(2))
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    dtype = torch.bfloat16 if on_gpu or plan.fp8 else torch.float32
     x, dy = x.to(dtype), dy.to(dtype)
     runs: dict[str, Runnable] = {}
     for name in EDITIONS:
@@ -198,7 +266,9 @@ def main() -> int:
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192], help="of a sequence, over all ranks")
-    parser.add_argument("--train", action="store_true", help="forward and backward")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--train", action="store_true", help="forward and backward")
+    kind.add_argument("--fp8", action="store_true", help="weights in e4m3")
     parser.add_argument("--world-size", type=int, help="default: the GPUs present, or 2 CPU ranks")
     parser.add_argument("--backend", choices=("cuda", "cpu"))
     parser.add_argument("--db", help="database of winners, a path or a URL; default: yours")
@@ -213,7 +283,7 @@ def main() -> int:
             if value < 1 or value % ranks:
                 raise UsageError(f"a size is {value}; {ranks} ranks share it: give multiples of these")
         sizes = (given.hidden, given.q_heads, given.kv_heads, given.head_dim, given.ffn, given.layers)
-        plan = Plan(*sizes, tuple(given.tokens), given.train, given.rounds, given.db)
+        plan = Plan(*sizes, tuple(given.tokens), given.train, given.rounds, given.db, given.fp8)
         found = run_ranks(work, ranks, hardware.backend, plan, timeout=given.timeout)
     except UsageError as error:
         print(f"async_tp.py: {error}", file=sys.stderr)
@@ -221,8 +291,8 @@ def main() -> int:
     except RankFailure as failure:
         print(f"async_tp.py: the ranks failed\n{failure}", file=sys.stderr)
         return 1
-    kind = "cuda" if hardware.on_gpu else "cpu"
-    scenarios = [reduce([rank["scenarios"][i] for rank in found], kind) for i in range(len(plan.tokens))]
+    judged = "cuda" if hardware.on_gpu or given.fp8 else "cpu"
+    scenarios = [reduce([rank["scenarios"][i] for rank in found], judged) for i in range(len(plan.tokens))]
     print(f"{'forward and backward' if plan.train else 'forward'}, {plan.layers} layers, {ranks} ranks, {hardware}")
     if not hardware.on_gpu:
         print("CPU ranks: these figures say nothing about GPUs")
