@@ -108,12 +108,23 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
+TRIED = {"python": ("3.11", "3.13"), "torch": ("2.10", "2.15"), "triton": ("3.6", "3.9")}
+"""The oldest and the newest versions that the tests have passed under: see results/versions."""
+
+
 def _package(name: str, least: tuple[int, int], version: str | None) -> Check:
     wanted = ".".join(map(str, least))
     if version is None:
         return Check(name, False, "not installed", f"pip install '{name}>={wanted}'")
     ok = _numbers(version) >= least
-    return Check(name, ok, version, "" if ok else f"pip install '{name}>={wanted}'")
+    return Check(name, ok, _tried(name, version), "" if ok else f"pip install '{name}>={wanted}'")
+
+
+def _tried(name: str, version: str) -> str:
+    """The version, and whether the tests have passed under such versions."""
+    first, last = TRIED.get(name, (version, version))
+    within = _numbers(first) <= _numbers(version) <= _numbers(last)
+    return version if within else f"{version}, not tried: {first} to {last} were"
 
 
 # Software
@@ -121,7 +132,7 @@ def _package(name: str, least: tuple[int, int], version: str | None) -> Check:
 
 def _python() -> Check:
     ok = _numbers(platform.python_version()) >= (3, 11)
-    return Check("python", ok, platform.python_version(), "" if ok else "use Python 3.11 or later")
+    return Check("python", ok, _tried("python", platform.python_version()), "" if ok else "use Python 3.11 or later")
 
 
 def _torch() -> Check:

@@ -431,12 +431,12 @@ def _on_one_line(document: str) -> str:
     return re.sub(r"\[\n\s*([\s\d.,eE+-]+?)\s*\]", lambda match: f"[{' '.join(match[1].split())}]", document)
 
 
-def seconds_of(text: str | None) -> float | None:
+def seconds_of(text: str | None, option: str = "timeout") -> float | None:
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if not match:
-        raise UsageError(f"timeout is {text!r}; allowed are times such as 90, 90s, 10m, 2h: give another --timeout")
+        raise UsageError(f"{option} is {text!r}; allowed are times such as 90, 90s, 10m, 2h: give another --{option}")
     return float(match[1]) * SECONDS[match[2]]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import inspect
 import re
+import resource
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -28,15 +29,29 @@ class MachineError(RuntimeError):
 # Limits of the machine, which any line of a program may meet.
 
 FILES = "raise the limit, for instance with `ulimit -n 1024`, then run the same command"
-MEMORY = "free memory or raise `ulimit -v`, then run the same command"
+RANKS_KIB = 2_000_000
+"""The least limit of `ulimit -v` with which two CPU ranks run. Ranks of GPUs need more."""
 LIMITS = {
     errno.EMFILE: FILES,
     errno.ENFILE: "close other programs, then run the same command",
-    errno.ENOMEM: MEMORY,
     errno.EAGAIN: "end other processes or raise `ulimit -u`, then run the same command",
 }
 """Errors of the operating system that say that a limit is met, each with its remedy."""
 INSTALL = "install autotax again, then run the same command"
+
+
+def memory_kib() -> int | None:
+    """The limit of the virtual memory of this process, in KiB: `ulimit -v`. None without a limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft >> 10
+
+
+def out_of_memory() -> str:
+    """One line about memory that this process did not get."""
+    kib = memory_kib()
+    if kib is None:
+        return "the memory is at its limit: free memory, then run the same command"
+    return f"the memory is at its limit: `ulimit -v` is {kib}, two CPU ranks need {RANKS_KIB}, GPUs more: raise it"
 
 
 def limit_met(error: BaseException) -> str | None:
@@ -45,10 +60,12 @@ def limit_met(error: BaseException) -> str | None:
     """
     for cause in _causes(error):
         if isinstance(cause, MemoryError) or "failed to map segment" in str(cause):  # the dynamic linker's words
-            return f"the memory is at its limit: {MEMORY}"
+            return out_of_memory()
         if isinstance(cause, ImportError):
             last = next((line for line in reversed(str(cause).splitlines()) if line), "no reason")
             return f"{cause.name or 'a module'} cannot be imported ({last[:300]}): {INSTALL}"
+        if isinstance(cause, OSError) and cause.errno == errno.ENOMEM:
+            return out_of_memory()
         if isinstance(cause, OSError) and cause.errno in LIMITS:
             return f"the machine is at a limit ({cause.strerror}): {LIMITS[cause.errno]}"
         if isinstance(cause, FileNotFoundError) and cause.filename == sys.executable:

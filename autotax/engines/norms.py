@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotax.engines.thresholds import norm_ranges, serves
+from autotax.heap.world import World
 from autotax.nn.consensus import DTYPES
 from autotax.nn.groups import capturing
 from autotax.nn.norm import AllReduceNorm
@@ -45,8 +46,8 @@ def taken(x: Tensor, weight: Tensor, residual: Tensor, group: Any, quant: str = 
         return False
     tokens, hidden = x.shape
 
-    def ranges() -> list[tuple[int, int]]:
-        return norm_ranges(hidden, DTYPES[x.dtype], group.world_size, quant=quant, offset=offset)
+    def ranges(world: World) -> list[tuple[int, int]]:
+        return norm_ranges(hidden, DTYPES[x.dtype], group.world_size, quant=quant, offset=offset, world=world)
 
     name, key = f"norms of {hidden} columns", ("norm", hidden, x.dtype, x.device, quant, offset)
     return serves(tokens, group.device_group, x.device, key, name, ranges)

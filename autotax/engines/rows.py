@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autotax.engines.thresholds import agreed, kept_bits, listed, token_ranges
+from autotax.heap.world import World
 from autotax.nn.consensus import DTYPES
 from autotax.operators.scaled import SCALES_OF, scales_shape
 from autotax.torch import scaled, symm_mem
@@ -70,10 +71,11 @@ def plain_row(n: int, k: int, dtype: torch.dtype, group: Any, device: torch.devi
     if group.world_size == 1 or dtype not in DTYPES:
         return None
     sizes = n, k, DTYPES[dtype], group.world_size
-    ranges = token_ranges(*sizes)
-    if not _agreed(ranges, name, group, device):
+    world = World.of(group.device_group, device)
+    ranges = token_ranges(*sizes, world=world)
+    if not _agreed(ranges, name, world):
         return None
-    row = Row(str(group.device_group.group_name), keeps_bits=kept_bits(*sizes, name, group.device_group, device))
+    row = Row(str(group.device_group.group_name), keeps_bits=kept_bits(*sizes, name, world))
     symm_mem.reduce_by(row.group, group.all_reduce)
     return row
 
@@ -96,8 +98,9 @@ def scaled_row(layer: Any, stored: Stored, result: torch.dtype, k: int, group: A
         return None
     layout, ranks = SCALES_OF[stored.quantize], group.world_size
     more = {"scales": layout, "result": scaled.RESULTS[result], "quantize": stored.quantize}
-    ranges = token_ranges(n, k, "e4m3", ranks, **more) if alike else []  # type: ignore[arg-type]
-    if not _agreed(ranges, name, group, layer.weight.device):
+    world = World.of(group.device_group, layer.weight.device)
+    ranges = token_ranges(n, k, "e4m3", ranks, world=world, **more)  # type: ignore[arg-type]
+    if not _agreed(ranges if alike else [], name, world):
         return None
     attribute = stored.scales
     if layout == "row" and scales.numel() == 1:
@@ -119,9 +122,9 @@ def left(name: str, reason: str) -> None:
     log.info("autotax leaves %s as it is: %s", name, reason)
 
 
-def _agreed(ranges: list[tuple[int, int]], name: str, group: Any, device: torch.device) -> bool:
+def _agreed(ranges: list[tuple[int, int]], name: str, world: World) -> bool:
     """Whether the ranks have the same ranges, and any. Logs either answer."""
-    if ranges := agreed(ranges, name, group.device_group, device):
+    if ranges := agreed(ranges, name, world):
         log.info("autotax serves %s for %s tokens", name, listed(ranges))
     else:
         left(name, "no winner is faster for any number of tokens")

@@ -136,7 +136,7 @@ def _hook_layers() -> None:
 
     global _installed
     if not batch_invariance.sglang():
-        autotax.torch.install()
+        autotax.torch.install(prove=True)
         _installed = True
     HookRegistry.register(f"{_SP}.column_parallel_g_matmul", column_parallel, HookType.AROUND)
     HookRegistry.register(f"{_LINEAR}.RowParallelLinear.forward", row_parallel, HookType.AROUND)

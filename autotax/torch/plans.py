@@ -95,10 +95,11 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Deployment:
-    """The database and the conditions of look-ups."""
+    """The database and the conditions of look-ups, and whether stale winners are proven first (see AllGatherLinear)."""
 
     db: str | Path | None = None
     conditions: Conditions | None = None
+    prove: bool | float = False
 
 
 class Plan:
@@ -221,7 +222,7 @@ class GroupPlans:
         try:
             if batch_invariant:
                 return self._made(InvariantKernels, problem, invariant_config(world, problem, hardware, deployed, db, None))
-            (config,), notes = configs_for(world, [problem], hardware, deployed, db, None, counted=False)
+            (config,), notes = configs_for(world, [problem], hardware, deployed, db, None, self.settings.prove, counted=False)
             for note in notes:
                 self._warn(f"torch's own is taken there: {note}")
             if config is None:

@@ -75,7 +75,7 @@ def lack(name: str) -> str:
 
 
 def install(
-    db: str | Path | None = None, ops: Sequence[str] = ALL, *, conditions: Conditions | None = None
+    db: str | Path | None = None, ops: Sequence[str] = ALL, *, conditions: Conditions | None = None, prove: bool | float = False
 ) -> Status:
     """Makes torch's fused operators run tuned kernels where a winner exists. Replaces an earlier installation.
 
@@ -85,6 +85,7 @@ def install(
     - `db`: the database, a path or a URL; default: yours.
     - `ops`: which of OPERATORS.
     - `conditions`: the conditions of calls (autotax.core.conditions.Conditions); the default depends on the hardware.
+    - `prove`: at the first call of a shape, prove its winner again if it is stale only in software: see AllGatherLinear.
 
     An operator whose schema in this torch is not the known one stays torch's, with a RuntimeWarning. Raises UsageError for an
     operator that is not one of them.
@@ -92,7 +93,7 @@ def install(
     if unknown := [name for name in ops if name not in ALL]:
         raise UsageError(f"ops has {', '.join(map(repr, unknown))}; allowed are {', '.join(ALL)}: give some of these")
     uninstall()
-    plans.use(plans.Deployment(db, conditions))
+    plans.use(plans.Deployment(db, conditions, prove))
     states = {name: lack(name) or "autotax" if name in ops else "torch, not asked for" for name in ALL}
     global _library
     _library = torch.library.Library("symm_mem", "IMPL")
