@@ -231,3 +231,16 @@ _KERNELS, _SPACES = "autotax.kernels.gather_attention", "autotax.spaces.gather_a
 operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", f"{_SPACES}:bsp", role="baseline")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed")
 operator.variant("heads", f"{_KERNELS}.heads:Heads", f"{_SPACES}:heads")
+operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
+
+
+def _with_cudnn(problem: GatherAttention, hardware: Hardware) -> bool:  # noqa: ARG001
+    """Whether torch has cuDNN's attention."""
+    return hardware.backend == "cuda"
+
+
+operator.peer("torch_context_parallel", f"{_KERNELS}.peers:TorchContextParallel", where=_with_cudnn)
+operator.peer("torch_context_parallel_ring", f"{_KERNELS}.peers:TorchContextParallelRing", where=_with_cudnn)
+operator.peer(
+    "attention", f"{_KERNELS}.peers:AttentionAlone", modes=(), part="the attention", row="attention alone", where=_with_cudnn
+)
