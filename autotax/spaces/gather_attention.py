@@ -45,7 +45,7 @@ def push(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
     dim = problem.head_dim
     if dim != power_of_two(dim) or dim < 16 or problem.world_size == 1:
         return None
-    gpu, cuda = hardware.on_gpu, hardware.backend == "cuda"
+    gpu = hardware.on_gpu
     most = max(16, power_of_two(problem.chunk_len))
     parameters: dict[str, tuple[Value, ...]] = {
         "block_m": tuple(size for size in (64, 128) if size <= most) or (16,) if gpu else (16, 32),
@@ -57,7 +57,6 @@ def push(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
         "comm": (4, 8, 16, 32, 64) if gpu else (1, 2),
         "piece": (32, 64, 128) if gpu else (16, 32),
         "group": (256, 512, 1024, 4096) if gpu else (32, 64),
-        "roles": ("same", "split") if cuda else ("same",),
         "loads": ("pointer",) if hardware.backend == "rocm" else ("tma",),
     }
     fits = Constraint(
@@ -69,7 +68,7 @@ def push(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
     seeds = [
         Config.of(
             "push", block_m=m, block_n=n, num_warps=warps, num_stages=stages, order=order, dies=parameters["dies"][-1],
-            comm=16 if gpu else 2, piece=64 if gpu else 32, group=1024 if gpu else 32, roles="same", loads=parameters["loads"][0],
+            comm=16 if gpu else 2, piece=64 if gpu else 32, group=1024 if gpu else 32, loads=parameters["loads"][0],
         )
         for order in ORDERS
         for m, n, warps, stages in ways

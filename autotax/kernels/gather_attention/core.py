@@ -18,17 +18,16 @@ ALIGNED = tl.constexpr(8)
 @triton.jit
 def attend_blocks(
     state, q, k, v, row_k, row_v, rows, col, width, first, end, seen, tokens, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, ROLES: tl.constexpr, TMA: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
     TARGET: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys first ... end - 1, in blocks from `first` on. Token t of the span is row `row_k` + t of K, `row_v` + t of V.
 
     MASKED: row i sees the tokens up to seen[i], and tokens from `tokens` on do not exist: their V may hold anything. Else every
-    row sees all keys, which are whole blocks. `rows` and `width` are the rows and columns of K and V. ROLES: the compiler gives
-    loads and products to different warps.
+    row sees all keys, which are whole blocks. `rows` and `width` are the rows and columns of K and V.
     """
     acc, top, total = state
-    for at in tl.range(first, end, BLOCK_N, warp_specialize=ROLES):
+    for at in tl.range(first, end, BLOCK_N):
         keys = load_tile(k, row_k + at, col, rows, width, width, BLOCK_N, HEAD_DIM, TMA, ALIGNED)
         scores = dot(q, tl.trans(keys), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TARGET)
         if MASKED:
@@ -49,19 +48,19 @@ def attend_blocks(
 @triton.jit
 def attend_span(
     state, q, k, v, row_k, row_v, rows, col, width, first, end, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ROLES: tl.constexpr, TMA: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     TARGET: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys first ... end - 1, which every row sees. EVEN: both bounds are multiples of BLOCK_N; else `first` is."""
     whole = end // BLOCK_N * BLOCK_N
     state = attend_blocks(
         state, q, k, v, row_k, row_v, rows, col, width, first, whole, first, end, scale,
-        HEAD_DIM, BLOCK_M, BLOCK_N, False, ROLES, TMA, TARGET,
+        HEAD_DIM, BLOCK_M, BLOCK_N, False, TMA, TARGET,
     )  # fmt: skip
     if not EVEN:
         seen = tl.full([BLOCK_M], end - 1, tl.int32)
         state = attend_blocks(
             state, q, k, v, row_k, row_v, rows, col, width, whole, end, seen, end, scale,
-            HEAD_DIM, BLOCK_M, BLOCK_N, True, False, TMA, TARGET,
+            HEAD_DIM, BLOCK_M, BLOCK_N, True, TMA, TARGET,
         )  # fmt: skip
     return state

@@ -56,7 +56,8 @@ class Decomposed(VendorAttention):
                 LAST=hop == problem.world_size - 1, WORLD=problem.world_size, num_warps=1,
             )  # fmt: skip
             if source in parts:
-                whole = self.part(parts[source], q, *inbox[source], whole)
+                keys, values = inbox[source]
+                whole = self.part(parts[source], q, keys, values, whole)
         context.rejoin(self.beside)
         return whole[0]
 

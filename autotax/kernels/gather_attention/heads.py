@@ -38,7 +38,8 @@ class Heads(VendorAttention):
             context.copy(place, shard)
         tokens = (0, problem.seq_len)
         everything = Part(context.rank, tokens, tokens, problem.mask == "causal")
-        o, _ = self.part(everything, *(self.whole[:, :, first:end] for first, end in self.bounds), None)
+        heads, keys, values = (self.whole[:, :, first:end] for first, end in self.bounds)
+        o, _ = self.part(everything, heads, keys, values, None)
         for shard, place in self.places(self.returned, o):
             context.copy(shard, place)
         context.all_to_all(self.arrived, self.returned)

@@ -28,11 +28,12 @@ class TorchContextParallel(Kernel[GatherAttention]):
         before = options.enable_load_balance, options.rotate_method
         options.enable_load_balance = self.problem.layout == "zigzag"
         options.rotate_method = context_parallel._RotateMethod[self.ROTATION]
-        how: dict[str, Any] = {"attn_bias": None, "compute_log_sumexp": True}
+        how: dict[str, Any] = {"is_causal": self.problem.mask == "causal", "attn_bias": None, "compute_log_sumexp": True}
+        query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
         try:
             o, *_ = context_parallel._templated_ring_attention(
                 self.context.world.data, 2, torch.ops.aten._scaled_dot_product_cudnn_attention,
-                *(tensor.transpose(1, 2) for tensor in (q, k, v)), is_causal=self.problem.mask == "causal", **how,
+                query, key, value, **how,
             )  # fmt: skip
         finally:
             options.enable_load_balance, options.rotate_method = before

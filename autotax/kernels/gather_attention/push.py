@@ -78,7 +78,7 @@ def attend_block(
     item, q, k, v, inbox, out, lse, flags, control, epoch, rank, tokens, batch, q_heads, kv_heads, scale,
     WORLD: tl.constexpr, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr, ROLES: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Computes one of the BLOCKS blocks of queries of one head; the last blocks, which see most keys, come first."""
     of_head, place = work_of(item, batch * q_heads, BLOCKS, BLOCK_FIRST, DIES)
@@ -106,16 +106,16 @@ def attend_block(
         seen_by_all = (first + 1) // BLOCK_N * BLOCK_N
         state = attend_blocks(
             state, queries, k, v, base, base, batch * tokens, col, width, 0, seen_by_all, row, tokens, scale,
-            HEAD_DIM, BLOCK_M, BLOCK_N, False, ROLES, TMA, TARGET,
+            HEAD_DIM, BLOCK_M, BLOCK_N, False, TMA, TARGET,
         )  # fmt: skip
         state = attend_blocks(
             state, queries, k, v, base, base, batch * tokens, col, width, seen_by_all, tl.minimum(first + BLOCK_M, tokens), row, tokens,
-            scale, HEAD_DIM, BLOCK_M, BLOCK_N, True, False, TMA, TARGET,
+            scale, HEAD_DIM, BLOCK_M, BLOCK_N, True, TMA, TARGET,
         )  # fmt: skip
     else:
         state = attend_span(
             state, queries, k, v, base, base, batch * tokens, col, width, 0, tokens, scale,
-            HEAD_DIM, BLOCK_M, BLOCK_N, EVEN, ROLES, TMA, TARGET,
+            HEAD_DIM, BLOCK_M, BLOCK_N, EVEN, TMA, TARGET,
         )  # fmt: skip
     groups = tl.cdiv(tokens, GROUP)
     for hop in tl.range(1, WORLD, num_stages=1):
@@ -132,7 +132,7 @@ def attend_block(
             state = attend_span(
                 state, queries, inbox, inbox, row_k, row_k + batch * tokens, 4 * WORLD * batch * tokens, col, width,
                 group * GROUP, tl.minimum(group * GROUP + GROUP, seen), scale,
-                HEAD_DIM, BLOCK_M, BLOCK_N, EVEN, ROLES, TMA, TARGET,
+                HEAD_DIM, BLOCK_M, BLOCK_N, EVEN, TMA, TARGET,
             )  # fmt: skip
     acc, top, total = state
     inside = row < (chunk + 1) * length
@@ -147,7 +147,7 @@ def push_attention_kernel(
     q, k, v, inbox, k_sent, v_sent, landing, out, lse, flags, begun, bases, control, rank, tokens, batch, q_heads, kv_heads, scale,
     WORLD: tl.constexpr, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr, COMM: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr, ROLES: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """`q`, `k`, `v` and `inbox` are views for loads (see `load_tile`); `k_sent`, `v_sent` and `landing` are the same tensors."""
     if EARLY:
@@ -169,7 +169,7 @@ def push_attention_kernel(
         while item < items:
             attend_block(
                 item, q, k, v, inbox, out, lse, flags, control, epoch, rank, tokens, batch, q_heads, kv_heads, scale,
-                WORLD, CAUSAL, CHUNKS, GROUP, PIECE, BLOCKS, BLOCK_FIRST, DIES, HEAD_DIM, BLOCK_M, BLOCK_N, EVEN, ROLES, TMA, TARGET,
+                WORLD, CAUSAL, CHUNKS, GROUP, PIECE, BLOCKS, BLOCK_FIRST, DIES, HEAD_DIM, BLOCK_M, BLOCK_N, EVEN, TMA, TARGET,
             )  # fmt: skip
             if DIES == 1:
                 item = next_item(control)
@@ -207,7 +207,6 @@ class Push(Kernel[GatherAttention]):
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
             "EVEN": problem.chunk_len % block_n == 0,
-            "ROLES": config["roles"] == "split",
             "TMA": self.tma,
             "EARLY": context.hardware.launches_overlap,
             "num_warps": config["num_warps"],
