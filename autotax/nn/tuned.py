@@ -72,7 +72,7 @@ class Tuned(Module):
 
     def _make(self) -> None:
         conditions, config = self._asked
-        problems, deployed = self._agreed(lambda: list(self._problems), conditions)
+        problems, deployed = self._agreed(self._prepared_for, conditions)
         world = self._world
         ranks = world.size if world else 1
         if not problems or world is None or any(problem.world_size != ranks for problem in problems):
@@ -81,6 +81,10 @@ class Tuned(Module):
         require_alike(world, "what is loaded", loaded)
         hardware = detect(world.backend)
         self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
+
+    def _prepared_for(self) -> list[Problem]:
+        """The problems to prepare. Raises UsageError."""
+        return list(self._problems)
 
     def _tune(self, problems: list[Problem], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
         """Prepares the tuned configs and the baseline. Collective."""
@@ -107,29 +111,31 @@ class Tuned(Module):
     def forward(self, *inputs: Tensor, out: Tensor | None = None, problem: Problem | None = None) -> Tensor:
         """The output of one call, in `out` if that is given. Enqueues on the current stream of the module's device."""
         self._ensure_ready()
+        requested = problem or self._problems[0]
+        return self._call(*self._calls.get(requested) or self._choose(requested), inputs, out)
+
+    def _call(self, kernel: Any, like: Call, inputs: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
+        """Enqueues a call of a kernel, after a check that its tensors are as those of `like`."""
         if self._watchdog and self._guards[2] and not capturing(self._device):
             self._watchdog.look()
-        requested = problem or self._problems[0]
-        kernel, like = self._calls.get(requested) or self._choose(requested)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *([out] if out is not None else []))):
             self._record(*inputs, out)
         require_no_tangent(*inputs, out)
         if len(inputs) != len(like.tensors):
-            raise UsageError(f"{len(inputs)} inputs given; {requested.op} takes {len(like.tensors)}: give as many")
+            raise UsageError(f"{len(inputs)} inputs given; {kernel.problem.op} takes {len(like.tensors)}: give as many")
         inputs = tuple(plain(f"input {number}", tensor) for number, tensor in enumerate(inputs, 1))
         for number, (tensor, expected) in enumerate(zip(inputs, like.tensors, strict=True), 1):
             require_tensor(f"input {number}", tensor, tuple(expected.shape), expected.dtype, self._device)
-        if out is None:
-            out = torch.empty(like.out.shape, dtype=like.out.dtype, device=self._device)
-        else:
+        made = torch.empty(like.out.shape, dtype=like.out.dtype, device=self._device) if out is None else out
+        if out is not None:
             require_tensor("out", out, tuple(like.out.shape), like.out.dtype, self._device)
             require_apart("out", out, **{f"input {number}": tensor for number, tensor in enumerate(inputs, 1)})
             increment_version((out,))
         with self._guards[0]:
-            result = kernel(*inputs, out)
-        if result is not None and result is not out:
-            out.copy_(result)
-        return out
+            result = kernel(*inputs, made)
+        if result is None or result is made:
+            return made
+        return result if out is None else out.copy_(result)
 
     def _choose(self, problem: Problem) -> tuple[Any, Call]:
         """The kernel of a problem, and tensors without memory that have the shapes of a call. Host work, done once."""

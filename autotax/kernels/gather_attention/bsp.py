@@ -15,7 +15,8 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.kernels.context import Context
-from autotax.kernels.gather_attention.vendor import Partial, VendorAttention
+from autotax.kernels.gather_attention.library import Partial
+from autotax.kernels.gather_attention.vendor import VendorAttention
 from autotax.operators.gather_attention import GatherAttention, Part
 
 
@@ -46,13 +47,15 @@ class Bsp(VendorAttention):
                 self.context.copy(whole, self.gathered.transpose(1, 2))
             keys, values = whole.view(2, problem.batch, problem.seq_len, *k.shape[2:])
             everything = Part(self.context.rank, (0, problem.shard_len), (0, problem.seq_len), causal=False)
-            return self.part(everything, q, keys, values, None)[0]
+            o, self.lse = self.part(everything, q, keys, values, None)
+            return o
         result: Partial | None = None
         for part in problem.parts(self.context.rank):
             keys, values = (k, v) if result is None else self.gathered[:, part.source]
             result = self.part(part, q, keys, values, result)
         assert result is not None
-        return result[0]
+        o, self.lse = result
+        return o
 
     def changes_for(self, smaller: GatherAttention) -> dict[str, Any]:
         """Any number of sequences and tokens: the collective is called with the sizes of the call."""

@@ -59,7 +59,8 @@ class Decomposed(VendorAttention):
                 keys, values = inbox[source]
                 whole = self.part(parts[source], q, keys, values, whole)
         context.rejoin(self.beside)
-        return whole[0]
+        o, self.lse = whole
+        return o
 
     def send(self, k: Tensor, v: Tensor, landing: Tensor, peer: int) -> None:
         """Copies the keys and values that a peer needs into its inbox, then the flag."""

@@ -18,6 +18,8 @@ from autotax.operators.gather_attention import GatherAttention, Part
 
 
 class Heads(VendorAttention):
+    KEEPS_LSE = False
+
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world, kind = problem.world_size, context.dtype(problem)
@@ -60,10 +62,9 @@ class Heads(VendorAttention):
         """Any number of sequences and tokens: the collectives are called with the sizes of the call."""
         batch, tokens = smaller.batch, smaller.shard_len
         changed: dict[str, Any] = {
-            name: vars(self)[name].view(-1, *vars(self)[name].shape[3:])[: smaller.world_size * batch * tokens].view(
-                smaller.world_size, batch, tokens, *vars(self)[name].shape[3:]
-            )
-            for name in ("sent", "received", "returned", "arrived")
+            name: memory.view(-1, *memory.shape[3:])[: batch * smaller.seq_len].view(-1, batch, tokens, *memory.shape[3:])
+            for name, memory in vars(self).items()
+            if name in ("sent", "received", "returned", "arrived")
         }
         flat = self.whole.view(-1, *self.whole.shape[2:])
         return changed | {"whole": flat[: batch * smaller.seq_len].view(batch, smaller.seq_len, *self.whole.shape[2:])}

@@ -15,7 +15,7 @@ queries see, so this wait cannot be left to the flags of groups.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -183,6 +183,8 @@ def push_attention_kernel(
 
 
 class Push(Kernel[GatherAttention]):
+    KEEPS_LSE: ClassVar[bool] = True
+
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world, tokens = problem.world_size, problem.shard_len

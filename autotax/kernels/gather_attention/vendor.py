@@ -1,12 +1,9 @@
-"""The vendor's attention by torch's operators that also return the log-sum-exps, and the merge of parts of it.
-
-These operators take no output tensor: they allocate one with torch's caching allocator, in a capture from the graph's pool.
-"""
+"""The base of variants with the vendor's attention: parts of it, merged by their log-sum-exps."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -18,28 +15,13 @@ from autotax.core.problem import power_of_two
 from autotax.kernels.context import Context
 from autotax.kernels.decode_merge.partials import load_partial
 from autotax.kernels.flash_decode.attention import store_rows
+from autotax.kernels.gather_attention.library import Partial, attend
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.kernel import Kernel
 from autotax.operators.gather_attention import GatherAttention, Part
 
 MERGED_ROWS = 32
 """Most rows that a program of the merge handles at a time."""
-
-Partial = tuple[Tensor, Tensor]
-"""O [batch, queries, q_heads, head_dim], and log-sum-exps of base e, float32 [batch, q_heads, queries]."""
-
-
-def attend(library: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Partial:
-    """Attention by `library` (see the space) of q [batch, queries, q_heads, head_dim] to k and v [batch, keys, kv_heads, head_dim]."""
-    heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-    aten = torch.ops.aten
-    if library == "cudnn":
-        o, lse, *_ = aten._scaled_dot_product_cudnn_attention(*heads_first, None, True, 0.0, causal)
-    elif library == "flash":
-        o, lse, *_ = aten._scaled_dot_product_flash_attention(*heads_first, 0.0, causal)
-    else:
-        o, lse, *_ = aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, causal)
-    return o.transpose(1, 2).contiguous(), lse.reshape(len(q), q.shape[2], q.shape[1])
 
 
 @triton.jit(do_not_specialize=["first", "tokens", "added"])
@@ -73,7 +55,13 @@ def merge_part_kernel(
 
 
 class VendorAttention(Kernel[GatherAttention]):
-    """A variant whose attention is the vendor's, part by part. A call returns its result, which is not in the output tensor."""
+    """A variant whose attention is the vendor's, part by part. A call returns its result, which is not in the output tensor.
+
+    With KEEPS_LSE `lse` are the log-sum-exps of the last call, [batch, q_heads, queries].
+    """
+
+    KEEPS_LSE: ClassVar[bool] = True
+    lse: Tensor
 
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
