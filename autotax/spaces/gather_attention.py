@@ -40,6 +40,29 @@ def heads(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
     return _by_library("heads", hardware) if divided and problem.world_size > 1 else None
 
 
+def copy_engine(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
+    """For Hopper, where chunks are whole tiles of 128 queries, and heads of 64 or 128."""
+    if hardware.target != "cuda:90" or problem.chunk_len % 128 or problem.head_dim not in (64, 128) or problem.world_size == 1:
+        return None
+    parameters: dict[str, tuple[Value, ...]] = {
+        "block_n": (128, 64) if problem.mask == "none" else (128,),
+        "num_stages": (2, 3),
+        "order": ORDERS,
+        "grid": ("processors", "tiles"),
+    }
+    fits = Constraint(
+        ("block_n", "num_stages"),
+        lambda n, stages: (256 + 2 * stages * n) * problem.head_dim * problem.item_size + 1024 <= hardware.shared_memory,
+        "queries and keys do not fit in shared memory",
+    )
+    seeds = [
+        Config.of("copy_engine", block_n=128, num_stages=2, order=order, grid=grid)
+        for order in ORDERS
+        for grid in ("processors", "tiles")
+    ]
+    return VariantSpace("copy_engine", parameters, (fits,), tuple(seeds))
+
+
 def push(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
     """None for heads whose size is no power of two, and for one rank."""
     dim = problem.head_dim

@@ -1,51 +1,22 @@
 """decomposed: the copy engines send K and V to the other ranks, while the vendor's attention works on the keys that are here.
 
-A rank first attends to its own keys, then to those of rank - 1, rank - 2 and so on, each as soon as they have arrived. Each result
-is merged by its log-sum-exps into the first. A rank gets only the keys that its queries see (see `GatherAttention.parts`).
-
-Waits: as in `all_gather_gemm.push_gather`, whose kernels open a slot of the inbox and wait for flags. A flag is a copy of the
-ticket in which `open_slot` wrote this call's epoch; stream order puts the flag after its data. Every rank raises the flags of all
-others in each call, even if it sends them no keys. Copies begin before the attention, on a stream of their own.
+A rank first attends to its own keys, then to those of rank - 1, rank - 2 and so on, each as soon as they have arrived (see
+`copies`). Each result is merged by its log-sum-exps into the first.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 from torch import Tensor
 
-from autotax.core.config import Config
-from autotax.kernels.all_gather_gemm.push_gather import await_shards, open_slot
-from autotax.kernels.context import Context
+from autotax.kernels.all_gather_gemm.push_gather import await_shards
+from autotax.kernels.gather_attention.copies import CopiedKeys
 from autotax.kernels.gather_attention.vendor import VendorAttention
-from autotax.operators.gather_attention import GatherAttention
 
 
-class Decomposed(VendorAttention):
-    def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
-        super().__init__(problem, config, context)
-        world, rank = problem.world_size, context.rank
-        shape = 2, world, 2, problem.batch, problem.shard_len, problem.kv_heads, problem.head_dim
-        self.inbox = context.heap.alloc(shape, context.dtype(problem))
-        self.arrived, self.begun = context.flags(world), context.flags(world)
-        self.ticket = context.empty((1,), self.begun.dtype)
-        self.peers = [(rank + hop) % world for hop in range(1, world)]
-        self.beside = context.streams(1)
-        self.calls = 0
-
+class Decomposed(CopiedKeys, VendorAttention):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:  # noqa: ARG002
         context, problem, rank = self.context, self.problem, self.context.rank
-        slot = self.calls % 2
-        self.calls += not context.dry
-        inbox = self.inbox[slot]
-        context.launch(
-            open_slot, (1,), self.ticket, context.heap.bases, self.begun, self.control, rank, slot,
-            WORLD=problem.world_size, num_warps=1,
-        )  # fmt: skip
-        with context.beside(self.beside[0]):
-            for peer in self.peers:
-                self.send(k, v, inbox[rank], peer)
+        inbox = self.inbox[self.send_all(k, v)]
         own, *others = problem.parts(rank)
         whole = self.part(own, q, k, v, None)
         parts = {part.source: part for part in others}
@@ -61,18 +32,3 @@ class Decomposed(VendorAttention):
         context.rejoin(self.beside)
         o, self.lse = whole
         return o
-
-    def send(self, k: Tensor, v: Tensor, landing: Tensor, peer: int) -> None:
-        """Copies the keys and values that a peer needs into its inbox, then the flag."""
-        context, rank = self.context, self.context.rank
-        for part in self.problem.parts(peer):
-            if part.source == rank:
-                keys = slice(*part.keys)
-                for there, shard in zip(context.heap.peer(landing, peer), (k, v), strict=True):
-                    context.copy(there[:, keys], shard[:, keys])
-        context.copy(context.heap.peer(self.arrived[rank : rank + 1], peer), self.ticket)
-
-    def changes_for(self, smaller: GatherAttention) -> dict[str, Any]:
-        """Any number of sequences and tokens: there is one flag per rank, and the host chooses where the two slots begin."""
-        shape = smaller.world_size, 2, smaller.batch, smaller.shard_len, smaller.kv_heads, smaller.head_dim
-        return {"inbox": self.inbox.view(2, -1)[:, : math.prod(shape)].view(2, *shape)}
