@@ -123,7 +123,7 @@ class GatherAttention(Problem):
 
     @property
     def flops(self) -> int:
-        """Those of the rank with the most."""
+        """The operations of the rank with the most pairs."""
         most = max(map(self.pairs, range(self.world_size)))
         return 4 * self.batch * self.q_heads * self.head_dim * most
 

@@ -13,7 +13,7 @@ LIBRARIES: dict[str, tuple[Value, ...]] = {"cuda": ("cudnn", "flash"), "rocm": (
 """The attention of torch: cuDNN's, the flash attention that torch brings along, and that for CPUs."""
 
 ORDERS = ("block_first", "head_first")
-"""Which block of queries comes next: the same block of the next head, or the next block of the same head."""
+"""The next block of queries is the same block of the next head, or the next block of the same head."""
 ACCUMULATORS = 160
 """Most float32 numbers that a thread holds: its part of the output and of the scores."""
 

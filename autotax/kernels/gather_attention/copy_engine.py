@@ -1,8 +1,8 @@
 """copy_engine: the copy engines send K and V to the other ranks; one kernel attends to keys as they arrive, by warps with roles.
 
 The loading warp of a program waits for the flag of each other rank whose keys its queries see (see `copies` and `warp_attention`). No
-program waits for another program of its kernel, so the grid may be of any size. Whoever sees no keys of a rank does not wait for
-it here; `open_slot` of a later call does. For Hopper, for sequences whose chunks are whole blocks.
+program waits for another program of its kernel, so the grid may be of any size. A rank that sees no keys of another does not
+wait for it here; `open_slot` of a later call does. For Hopper, for sequences whose chunks are whole blocks.
 """
 
 from __future__ import annotations

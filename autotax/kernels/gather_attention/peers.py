@@ -15,7 +15,7 @@ from autotax.operators.gather_attention import GatherAttention
 
 
 class TorchContextParallel(Kernel[GatherAttention]):
-    """torch.distributed.tensor.experimental's ring attention, which its context parallelism calls, with cuDNN's attention."""
+    """The context parallelism of torch.distributed.tensor.experimental, with cuDNN's attention. Its first step gathers all keys."""
 
     ROTATION: ClassVar[str] = "ALL_GATHER"
 

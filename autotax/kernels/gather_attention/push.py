@@ -80,7 +80,7 @@ def attend_block(
     BLOCKS: tl.constexpr, BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Computes one of the BLOCKS blocks of queries of one head; the last blocks, which see most keys, come first."""
+    """Computes one of the BLOCKS blocks of queries of one head. The last blocks see most keys and come first."""
     of_head, place = work_of(item, batch * q_heads, BLOCKS, BLOCK_FIRST, DIES)
     place = BLOCKS - 1 - place
     sequence = of_head // q_heads

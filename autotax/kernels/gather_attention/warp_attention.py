@@ -1,7 +1,7 @@
 """Attention with roles for warps: one warp loads, two groups of four warps attend to 64 queries each. For Hopper, in Gluon.
 
-Blocks of K and V pass through STAGES buffers each, with two barriers a buffer: `full`, which a TMA load completes, and `empty`,
-at which both groups arrive. A group multiplies the next block of keys before the values of this one, so that its softmax runs
+Blocks of K and V pass through STAGES buffers each, with two barriers a buffer. A TMA load completes the barrier `full`; both
+groups arrive at `empty`. A group multiplies the next block of keys before the values of this one, so that its softmax runs
 beside a product. The block with the causal border comes first, then this rank's other blocks, then those of the other ranks.
 """
 
@@ -25,7 +25,7 @@ def tile_at(
 ):  # fmt: skip
     """The item-th tile: (sequence, query head), its first query, and the blocks of this rank's keys and of all keys that it sees.
 
-    The last of the TILES tiles of a head, which see most keys, come first.
+    A head has TILES tiles. The last ones see most keys and come first.
     """
     of_head, place = work_of(item, batch * q_heads, TILES, BLOCK_FIRST, 1)
     first = (TILES - 1 - place) * (GROUPS * ROWS)
