@@ -96,8 +96,8 @@ class GatherAttention(Problem):
     def parts(self, rank: int) -> list[Part]:
         """The parts of a rank's attention, its own keys first, then those of rank - 1, rank - 2 and so on.
 
-        A part has all pairs of queries and keys of two ranks that see each other, because these form a rectangle: in the zigzag
-        layout all queries see the first chunk of a lower rank, and the second chunk of queries sees all keys of a higher rank.
+        The queries and keys of two ranks that see each other form a rectangle. In the zigzag layout all queries see the first
+        chunk of a lower rank. The second chunk of queries sees all keys of a higher rank.
         """
         whole, chunk = (0, self.shard_len), self.chunk_len
         parts = [Part(rank, whole, whole, self.mask == "causal")]
