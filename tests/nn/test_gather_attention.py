@@ -19,7 +19,10 @@ from autotax.operators.problems import GatherAttention as Problem
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 
-HEADS, KV_HEADS, DIM, TOKENS = 4, 2, 16, 64
+HEADS, KV_HEADS = 4, 2
+SIZES = {"cpu": (16, 64), "cuda": (128, 1024)}
+"""Elements of a head and tokens of a sequence, by the type of the ranks' devices."""
+DIM, TOKENS = SIZES["cpu"]
 LIMIT = 2e-2
 """Of an element, relative to the greatest: results and gradients of bf16."""
 
@@ -30,11 +33,11 @@ def ranks() -> Iterator[Ranks]:
         yield two
 
 
-def drawn(length: int, batch: int = 2) -> list[Tensor]:
+def drawn(length: int, dim: int = DIM, device: str | torch.device = "cpu") -> list[Tensor]:
     """Q, K, V and the gradient of the output, of the whole sequence."""
     random = torch.Generator().manual_seed(length)
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    return [torch.randn(batch, length, many, DIM, generator=random).to(torch.bfloat16) for many in heads]
+    return [torch.randn(2, length, many, dim, generator=random).to(device, torch.bfloat16) for many in heads]
 
 
 def own(world: World, whole: Tensor, layout: str) -> Tensor:
@@ -60,16 +63,17 @@ def far(world: World, results: list[Any], expected: list[Tensor], layout: str) -
 
 
 def calls(world: World, layout: str, mask: str, variant: str) -> list[float]:
-    """Deviations of a plain call, of one into `out`, of a shorter one, of a recorded one and of a compiled one."""
-    problem = Problem(2, HEADS, KV_HEADS, DIM, TOKENS, "bf16", world.size, mask, layout)
-    config: Config = space_for(problem, detect("cpu")).default(variant)
+    """Deviations of a plain call, of one into `out`, of a recorded one, of a shorter one and of a compiled one."""
+    dim, tokens = SIZES[world.device.type]
+    problem = Problem(2, HEADS, KV_HEADS, dim, tokens, "bf16", world.size, mask, layout)
+    config: Config = space_for(problem, detect(world.backend)).default(variant)
     causal = mask == "causal"
     module = GatherAttention(
-        KV_HEADS, HEADS, DIM, TOKENS, max_batch=2, causal=causal, layout=layout, device="cpu", config=config
+        KV_HEADS, HEADS, dim, tokens, max_batch=2, causal=causal, layout=layout, device=world.device, config=config
     )
     found = []
-    for length in (TOKENS, TOKENS // 2):
-        tensors = drawn(length)
+    for length in (tokens, tokens // 2):
+        tensors = drawn(length, dim, world.device)
         expected = right(tensors, causal)
         mine = [own(world, tensor, layout) for tensor in tensors]
         q, k, v, d_o = mine
