@@ -19,10 +19,13 @@ from autotax.core.problem import ceil_div
 from autotax.kernels import tiling
 from autotax.kernels import tiling as dies
 from autotax.kernels.flash_decode.attention import work_of
+from autotax.kernels.gather_attention.core import block_of
 from autotax.operators.problems import GatherAttention
 
 WORK_OF = FunctionType(work_of.fn.__code__, {"chiplet": tiling.chiplet})
 """The kernels' own source of the mapping, run as Python."""
+BLOCK_OF = FunctionType(block_of.fn.__code__, {"chiplet": tiling.chiplet})
+"""The same of gather + attention."""
 MAPPINGS = {
     "naive block-first": (True, 1),
     "swizzled block-first": (True, 8),
@@ -110,15 +113,18 @@ def gathered(mapping: str, problem: GatherAttention, rank: int, stalls: float = 
     A block is 64 keys and values of a KV head, of this rank or of another; the last tiles of a head come first.
     """
     tiles, group = problem.shard_len // 128, problem.q_heads // problem.kv_heads
-    work = mapped(mapping, problem.q_heads, tiles)
+    block_first, dies = MAPPINGS[mapping]
 
     def reads(work: Work) -> Iterator[Block]:
-        head, place = work
-        first = (tiles - 1 - place) * 128
+        head, first = work[0], work[1] * 128
         for part in problem.parts(rank):
             if part.queries[0] <= first < part.queries[1]:
                 end = min(first + 128, part.keys[1]) if part.causal else part.keys[1]
                 yield from ((head // group, part.source, block) for block in range(ceil_div(end, 64)))
+
+    def work(program: int) -> Work:
+        head, place = BLOCK_OF(program, problem.q_heads, tiles, block_first, dies)
+        return head, place
 
     return hit_rate(problem.q_heads * tiles, work, reads, stalls)
 

@@ -29,16 +29,16 @@ TILE, BOX = 128, 64
 """Queries of a tile, and of a group of warps."""
 
 
-@gluon.jit(do_not_specialize=["rank", "slot"])
+@gluon.jit(do_not_specialize=["rank", "slot", "batch", "q_heads", "kv_heads"])
 def attend_kernel(
     q, k, v, inbox, out, lse, flags, ticket, control, slot, rank, tokens, batch, q_heads, kv_heads, scale,
-    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, TILES: gl.constexpr, BLOCK_FIRST: gl.constexpr,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     epoch = gl.load(ticket)
     attend_by_roles(
         q, k, v, inbox, out, lse, flags, control, epoch, slot, rank, tokens, batch, q_heads, kv_heads, scale,
-        WORLD, CAUSAL, CHUNKS, TILES, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, TARGET,
+        WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, TARGET,
     )  # fmt: skip
 
 
@@ -52,7 +52,6 @@ class CopyEngine(CopiedKeys):
             "WORLD": problem.world_size,
             "CAUSAL": problem.mask == "causal",
             "CHUNKS": problem.chunks,
-            "TILES": problem.shard_len // TILE,
             "BLOCK_FIRST": config["order"] == "block_first",
             "STAGES": config["num_stages"],
             "BLOCK_N": config["block_n"],
@@ -70,7 +69,7 @@ class CopyEngine(CopiedKeys):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         problem, context, block_n = self.problem, self.context, int(self.config["block_n"])
         slot = self.send_all(k, v)
-        items = problem.batch * problem.q_heads * self.constants["TILES"]
+        items = problem.batch * problem.q_heads * (problem.shard_len // TILE)
         context.launch(
             attend_kernel, (items if self.config["grid"] == "tiles" else min(items, context.processors),),
             self.view(q, BOX), self.view(k, block_n), self.view(v, block_n), self.view(self.inbox, block_n),
@@ -80,6 +79,10 @@ class CopyEngine(CopiedKeys):
         )  # fmt: skip
         context.rejoin(self.beside)
 
-    def changes_for(self, smaller: GatherAttention) -> dict[str, Any] | None:  # noqa: ARG002
-        """No other size: the number of tiles is a constant of the kernel."""
-        return None
+    def changes_for(self, smaller: GatherAttention) -> dict[str, Any] | None:
+        """Any number of sequences, and of tokens where chunks are whole tiles."""
+        changed = super().changes_for(smaller)
+        if changed is None or smaller.chunk_len % TILE:
+            return None
+        shape = smaller.batch, smaller.q_heads, smaller.shard_len
+        return changed | {"lse": self.lse.view(-1)[: math.prod(shape)].view(shape)}

@@ -1,4 +1,4 @@
-"""The attention of a block of queries to spans of keys, by an online softmax. Keys of one rank follow those of another.
+"""The order of blocks of queries, and the attention of one to spans of keys by an online softmax.
 
 K and V are row-major [tokens, kv_heads * head_dim]; a span is some tokens of one KV head. The state of a block is (acc, top, total):
 the sum of exp2(score - top) * V [BLOCK_M, HEAD_DIM], the greatest score and the sum of exp2(score - top) [BLOCK_M], all float32.
@@ -8,11 +8,39 @@ Scores are in units of log2(e), so that exp2 serves.
 import triton
 import triton.language as tl
 
+from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.products import load_tile
-from autotax.kernels.primitives import dot
+from autotax.kernels.primitives import arithmetic, dot
+
+chiplet = arithmetic(tiling.chiplet)
 
 ALIGNED = tl.constexpr(8)
 """Heads have multiples of this many elements."""
+
+
+@triton.jit
+def block_of(item, heads, blocks, BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr):
+    """The head and the block of queries of an item: all blocks of a head, then the next head; or with BLOCK_FIRST one block of
+    every head, then the next block. The last block of a head comes first.
+
+    The hardware deals programs to dies in turn. The order gives each die neighbouring blocks, or with BLOCK_FIRST neighbouring
+    heads.
+    """
+    if BLOCK_FIRST:
+        head = chiplet(item % heads, heads, DIES)
+        place = item // heads
+    else:
+        at = chiplet(item, heads * blocks, DIES)
+        head = at // blocks
+        place = at % blocks
+    return head, blocks - 1 - place
+
+
+@triton.jit
+def tokens_sent(source, reader, tokens, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr):
+    """How many of its `tokens` tokens of a sequence a rank sends to a reader, the first ones: see `GatherAttention.parts`."""
+    of_higher = tokens if CHUNKS == 2 else 0
+    return tl.where(source < reader, tokens // CHUNKS, of_higher) if CAUSAL else tokens
 
 
 @triton.jit

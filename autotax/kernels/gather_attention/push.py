@@ -28,8 +28,7 @@ from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.gemm import next_item
 from autotax.kernels.all_gather_gemm.products import load_tile
 from autotax.kernels.context import Context
-from autotax.kernels.flash_decode.attention import work_of
-from autotax.kernels.gather_attention.core import ALIGNED, attend_blocks, attend_span
+from autotax.kernels.gather_attention.core import ALIGNED, attend_blocks, attend_span, block_of, tokens_sent
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, copy, flag_address, leave, signal, signal_all, translate, wait
@@ -38,13 +37,6 @@ from autotax.operators.gather_attention import GatherAttention
 
 COPY_ELEMENTS = tl.constexpr(8192)
 """Elements that one program moves at a time: 16 KiB."""
-
-
-@triton.jit
-def tokens_sent(source, reader, tokens, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr):
-    """How many of its `tokens` tokens of a sequence a rank sends to a reader, the first ones: see `GatherAttention.parts`."""
-    of_higher = tokens if CHUNKS == 2 else 0
-    return tl.where(source < reader, tokens // CHUNKS, of_higher) if CAUSAL else tokens
 
 
 @triton.jit
@@ -77,19 +69,18 @@ def send_keys(
 def attend_block(
     item, q, k, v, inbox, out, lse, flags, control, epoch, rank, tokens, batch, q_heads, kv_heads, scale,
     WORLD: tl.constexpr, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Computes one of the BLOCKS blocks of queries of one head. The last blocks see most keys and come first."""
-    of_head, place = work_of(item, batch * q_heads, BLOCKS, BLOCK_FIRST, DIES)
-    place = BLOCKS - 1 - place
+    """Computes a block of queries of one head. The last blocks see most keys and come first."""
+    length = tokens // CHUNKS
+    blocks = tl.cdiv(length, BLOCK_M)  # of a chunk: no block lies in two
+    of_head, place = block_of(item, batch * q_heads, CHUNKS * blocks, BLOCK_FIRST, DIES)
     sequence = of_head // q_heads
     head = of_head % q_heads
     kv_head = head // (q_heads // kv_heads)
-    # No block lies in two chunks.
-    length = tokens // CHUNKS
-    chunk = place // (BLOCKS // CHUNKS)
-    first = chunk * length + place % (BLOCKS // CHUNKS) * BLOCK_M
+    chunk = place // blocks
+    first = chunk * length + place % blocks * BLOCK_M
     base = sequence * tokens
     width = kv_heads * HEAD_DIM
     col = kv_head * HEAD_DIM
@@ -142,11 +133,11 @@ def attend_block(
     tl.store(lse + of_head.to(tl.int64) * tokens + row, sums, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "batch", "q_heads", "kv_heads"])
 def push_attention_kernel(
     q, k, v, inbox, k_sent, v_sent, landing, out, lse, flags, begun, bases, control, rank, tokens, batch, q_heads, kv_heads, scale,
     WORLD: tl.constexpr, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr, COMM: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """`q`, `k`, `v` and `inbox` are views for loads (see `load_tile`); `k_sent`, `v_sent` and `landing` are the same tensors."""
@@ -161,7 +152,7 @@ def push_attention_kernel(
             k_sent, v_sent, landing, flags, bases, epoch, rank, tokens, batch, kv_heads * HEAD_DIM,
             WORLD, CAUSAL, CHUNKS, COMM, GROUP, PIECE, TARGET,
         )  # fmt: skip
-    items = batch * q_heads * BLOCKS
+    items = batch * q_heads * CHUNKS * tl.cdiv(tokens // CHUNKS, BLOCK_M)
     if (TARGET != "interpreter") | (program >= COMM):
         item = program
         if DIES == 1:
@@ -169,7 +160,7 @@ def push_attention_kernel(
         while item < items:
             attend_block(
                 item, q, k, v, inbox, out, lse, flags, control, epoch, rank, tokens, batch, q_heads, kv_heads, scale,
-                WORLD, CAUSAL, CHUNKS, GROUP, PIECE, BLOCKS, BLOCK_FIRST, DIES, HEAD_DIM, BLOCK_M, BLOCK_N, EVEN, TMA, TARGET,
+                WORLD, CAUSAL, CHUNKS, GROUP, PIECE, BLOCK_FIRST, DIES, HEAD_DIM, BLOCK_M, BLOCK_N, EVEN, TMA, TARGET,
             )  # fmt: skip
             if DIES == 1:
                 item = next_item(control)
@@ -202,7 +193,6 @@ class Push(Kernel[GatherAttention]):
             "COMM": config["comm"],
             "GROUP": config["group"],
             "PIECE": config["piece"],
-            "BLOCKS": problem.chunks * ceil_div(problem.chunk_len, block_m),
             "BLOCK_FIRST": config["order"] == "block_first",
             "DIES": config["dies"],
             "HEAD_DIM": problem.head_dim,

@@ -10,8 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from autotax.kernels.all_gather_gemm.roles import load_block, wait_first
-from autotax.kernels.flash_decode.attention import work_of
-from autotax.kernels.gather_attention.push import tokens_sent
+from autotax.kernels.gather_attention.core import block_of, tokens_sent
 
 ROWS = gl.constexpr(64)
 """Queries of a group: the rows that one Hopper instruction multiplies."""
@@ -21,14 +20,14 @@ GROUPS = gl.constexpr(2)
 @gluon.jit
 def tile_at(
     item, rank, tokens, batch, q_heads,
-    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, TILES: gl.constexpr, BLOCK_FIRST: gl.constexpr, BLOCK_N: gl.constexpr,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """The item-th tile: (sequence, query head), its first query, and the blocks of this rank's keys and of all keys that it sees.
 
-    A head has TILES tiles. The last ones see most keys and come first.
+    The last tiles of a head see most keys and come first.
     """
-    of_head, place = work_of(item, batch * q_heads, TILES, BLOCK_FIRST, 1)
-    first = (TILES - 1 - place) * (GROUPS * ROWS)
+    of_head, place = block_of(item, batch * q_heads, tokens // (GROUPS * ROWS), BLOCK_FIRST, 1)
+    first = place * (GROUPS * ROWS)
     own = (first + GROUPS * ROWS) // BLOCK_N if CAUSAL else tokens // BLOCK_N
     every = own
     for hop in gl.static_range(1, WORLD):
@@ -62,7 +61,7 @@ def load_turn(k, v, row_k, row_v, col, buffers, turn, STAGES: gl.constexpr, BLOC
 @gluon.jit
 def load_tiles(
     q, k, v, inbox, buffers, flags, control, epoch, slot, share,
-    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, TILES: gl.constexpr, BLOCK_FIRST: gl.constexpr,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """The loader: the queries of each tile, then its blocks of keys and values. It waits once for each other rank."""
@@ -72,7 +71,7 @@ def load_tiles(
     tile = 0
     known = 0  # bits of the ranks whose keys have arrived
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        of_head, first, own, _every = tile_at(item, rank, tokens, batch, q_heads, WORLD, CAUSAL, CHUNKS, TILES, BLOCK_FIRST, BLOCK_N)
+        of_head, first, own, _every = tile_at(item, rank, tokens, batch, q_heads, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, BLOCK_N)
         sequence = of_head // q_heads
         head = of_head % q_heads
         base = sequence * tokens
@@ -102,7 +101,7 @@ def load_tiles(
 @gluon.jit
 def attend_tiles(
     GROUP: gl.constexpr, out, lse, buffers, share, scale,
-    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, TILES: gl.constexpr, BLOCK_FIRST: gl.constexpr,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 queries of each tile."""
@@ -119,7 +118,7 @@ def attend_tiles(
     turn = 0
     tile = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        of_head, first, _own, blocks = tile_at(item, rank, tokens, batch, q_heads, WORLD, CAUSAL, CHUNKS, TILES, BLOCK_FIRST, BLOCK_N)
+        of_head, first, _own, blocks = tile_at(item, rank, tokens, batch, q_heads, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, BLOCK_N)
         nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, of_scores)
         o = gl.zeros([ROWS, HEAD_DIM], gl.float32, of_out)
         mbarrier.wait(q_full, tile & 1)
@@ -176,7 +175,7 @@ def attend_tiles(
 @gluon.jit
 def attend_by_roles(
     q, k, v, inbox, out, lse, flags, control, epoch, slot, rank, tokens, batch, q_heads, kv_heads, scale,
-    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, TILES: gl.constexpr, BLOCK_FIRST: gl.constexpr,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """A program's tiles. `q` has boxes of 64 tokens of a head, `k`, `v` and `inbox` boxes of BLOCK_N."""
@@ -198,12 +197,12 @@ def attend_by_roles(
         mbarrier.init(v_empty.index(stage), count=GROUPS)
     fence_async_shared()
     buffers = (queries, keys, values, q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    share = (batch * q_heads * TILES, rank, tokens, batch, q_heads, kv_heads)
+    share = (batch * q_heads * (tokens // (GROUPS * ROWS)), rank, tokens, batch, q_heads, kv_heads)
     gl.warp_specialize(
         [
-            (attend_tiles, (0, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, TILES, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
-            (attend_tiles, (1, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, TILES, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
-            (load_tiles, (q, k, v, inbox, buffers, flags, control, epoch, slot, share, WORLD, CAUSAL, CHUNKS, TILES, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, TARGET)),
+            (attend_tiles, (0, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
+            (attend_tiles, (1, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
+            (load_tiles, (q, k, v, inbox, buffers, flags, control, epoch, slot, share, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, TARGET)),
         ],
         [4, 1],
         [232, 40],
