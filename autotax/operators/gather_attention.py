@@ -159,7 +159,7 @@ def draw(problem: GatherAttention, draw: Draw) -> Call:
         scale(k, keys)
         scale(v, values)
         if draw.rank == 0:  # the first token is the only one that every query sees
-            v[0, 0, 0, seed % problem.head_dim] = math.inf
+            # No infinity: torch's context parallelism, an alternative, merges it into a NaN.
             v[-1, 0, -1, (seed + problem.head_dim // 2) % problem.head_dim] = math.nan
     return Call((q, k, v), draw.empty(*shape, problem.q_heads, problem.head_dim))
 
@@ -202,7 +202,7 @@ def reference(problem: GatherAttention, calls: Sequence[Call], rank: int) -> tup
                 if problem.mask == "causal":
                     scores.masked_fill_(torch.arange(end, device=q.device) > place[:, None], -math.inf)
                 shares = torch.softmax(scores, -1)
-                # The value of the first token may be infinite, and every query sees that token. No other value is.
+                # The value of the first token may be NaN, and every query sees that token. No other value is.
                 right[sequence, first : first + rows, of_group] = (shares @ v[:end]).transpose(0, 1)
                 squares = (shares.square_() @ size[:end]).sqrt_() * most
                 spread[sequence, first : first + rows, of_group] = squares.transpose(0, 1)
