@@ -99,29 +99,31 @@ class Tuned(Module):
     def forward(self, *inputs: Tensor, out: Tensor | None = None, problem: Problem | None = None) -> Tensor:
         """The output of one call, in `out` if that is given. Enqueues on the current stream of the module's device."""
         self._ensure_ready()
+        requested = problem or self._problems[0]
+        return self._call(*self._calls.get(requested) or self._choose(requested), inputs, out)
+
+    def _call(self, kernel: Any, like: Call, inputs: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
+        """Enqueues a call of a kernel, after a check that its tensors are as those of `like`."""
         if self._watchdog and self._guards[2] and not capturing(self._device):
             self._watchdog.look()
-        requested = problem or self._problems[0]
-        kernel, like = self._calls.get(requested) or self._choose(requested)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *([out] if out is not None else []))):
             self._record(*inputs, out)
         require_no_tangent(*inputs, out)
         if len(inputs) != len(like.tensors):
-            raise UsageError(f"{len(inputs)} inputs given; {requested.op} takes {len(like.tensors)}: give as many")
+            raise UsageError(f"{len(inputs)} inputs given; {kernel.problem.op} takes {len(like.tensors)}: give as many")
         inputs = tuple(plain(f"input {number}", tensor) for number, tensor in enumerate(inputs, 1))
         for number, (tensor, expected) in enumerate(zip(inputs, like.tensors, strict=True), 1):
             require_tensor(f"input {number}", tensor, tuple(expected.shape), expected.dtype, self._device)
-        if out is None:
-            out = torch.empty(like.out.shape, dtype=like.out.dtype, device=self._device)
-        else:
+        made = torch.empty(like.out.shape, dtype=like.out.dtype, device=self._device) if out is None else out
+        if out is not None:
             require_tensor("out", out, tuple(like.out.shape), like.out.dtype, self._device)
             require_apart("out", out, **{f"input {number}": tensor for number, tensor in enumerate(inputs, 1)})
             increment_version((out,))
         with self._guards[0]:
-            result = kernel(*inputs, out)
-        if result is not None and result is not out:
-            out.copy_(result)
-        return out
+            result = kernel(*inputs, made)
+        if result is None or result is made:
+            return made
+        return result if out is None else out.copy_(result)
 
     def _choose(self, problem: Problem) -> tuple[Any, Call]:
         """The kernel of a problem, and tensors without memory that have the shapes of a call. Host work, done once."""
