@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar
 from autotax.cli.messages import closing, public_url, say
 from autotax.cli.options import (
     DeployOptions,
+    LimitedOptions,
     MachineOptions,
     OperatorsOptions,
     ProblemOptions,
-    ShapesOptions,
     flag,
     number,
     seconds_of,
@@ -23,7 +23,7 @@ from autotax.core.settings import Settings
 
 
 @dataclass(frozen=True)
-class RefreshOptions(ShapesOptions):
+class RefreshOptions(LimitedOptions):
     """The winners to prove again, and limits."""
 
     PANEL: ClassVar[str] = "Refresh"
@@ -33,9 +33,6 @@ class RefreshOptions(ShapesOptions):
         int | None,
         number("Replays that each config must pass with delayed ranks. 0: none. Default: 2000 on GPUs, 20 on CPU ranks."),
     ] = None
-    timeout: Annotated[
-        str | None, word("Begin no further problem after this time: 90, 90s, 10m, 2h. Default: none.", metavar="TIME")
-    ] = None
     each: Annotated[
         str | None, word("Prove only the best former winner of a problem, for at most this time. Default: all.", metavar="TIME")
     ] = None
@@ -43,7 +40,7 @@ class RefreshOptions(ShapesOptions):
     def check(self) -> None:
         """Raises UsageError for settings that no machine allows."""
         super().check()
-        Settings(soak=self.soak, timeout_s=seconds_of(self.timeout))
+        Settings(soak=self.soak)
         if seconds_of(self.each, "each") == 0:
             raise UsageError("each is 0 s; it must be positive: give another --each")
 
