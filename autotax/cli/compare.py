@@ -97,7 +97,7 @@ def compare_and_show(
             raise
         say(f"{stop or 'interrupted'}; {len(compared)} of {len(problems)} problems were compared")
     if not limit.left and many:
-        say(f"{limit} is over; {sum(bool(each.rows) for each in compared)} of {len(problems)} problems were compared")
+        say(f"{limit} is over; {sum(bool(one.rows) for one in compared)} of {len(problems)} problems were compared")
     compared.sort(key=lambda comparison: problems.index(comparison.problem))
     return compared, len(compared) == len(problems) and all(comparison.ok for comparison in compared)
 

@@ -222,8 +222,8 @@ def forward_with_allreduce_fusion(
     whole = use_attn_tp_group and getattr(norm_module, "variance_size_override", None) is None
 
     def fused(x: Any, residual: Any) -> Any:
-        found = _normed(x, residual, weight, norm_module.variance_epsilon)
-        return original(norm_module, x, residual, None, weight, use_attn_tp_group) if found is None else (found[0], found[1])
+        outputs = _normed(x, residual, weight, norm_module.variance_epsilon)
+        return original(norm_module, x, residual, None, weight, use_attn_tp_group) if outputs is None else outputs[:2]
 
     if residual is not None and whole and post_residual_addition is None:
         return pending.normed(x, residual, get_parallel().tp_group, fused, norm_module)
@@ -246,9 +246,9 @@ def all_reduce_residual_norm(
 ) -> Any:
     """SGLang's own one-shot kernel. Ours where nobody has chosen how SGLang's is to run."""
     if cluster_size is two_shot is vecs_per_thread is None:
-        found = _normed(input, residual, norm_weight, norm_eps, world_size, int(gemma), residual_out)
-        if found is not None:
-            return found[0], found[1]
+        outputs = _normed(input, residual, norm_weight, norm_eps, world_size, int(gemma), residual_out)
+        if outputs is not None:
+            return outputs[0], outputs[1]
     options = {"cluster_size": cluster_size, "two_shot": two_shot, "vecs_per_thread": vecs_per_thread}
     options |= {"world_size": world_size, "gemma": gemma, "residual_out": residual_out}
     return original(input, residual, norm_weight, norm_eps, **options)

@@ -226,7 +226,7 @@ def _wrap(module: str, name: str, wrapper: Any) -> None:
         return
     wrapped = wrapper(original)
     wrapped._autotax = True
-    for other in [each for path, each in list(sys.modules.items()) if path.partition(".")[0] == "vllm"]:
+    for other in [loaded for path, loaded in list(sys.modules.items()) if path.partition(".")[0] == "vllm"]:
         for attribute, value in list(vars(other).items()):
             if value is original:
                 setattr(other, attribute, wrapped)
@@ -267,8 +267,8 @@ def _tuned_norm(original: Any, offset: int) -> Any:
         weight, whole = norm.weight, getattr(norm, "variance_size_override", None) is None
 
         def fused(partial: Any, residual: Any) -> Any:
-            found = fused_norm(partial, residual, weight, norm.variance_epsilon, offset=offset) if whole else None
-            return original(partial, residual, norm) if found is None else (found[0], found[1])
+            outputs = fused_norm(partial, residual, weight, norm.variance_epsilon, offset=offset) if whole else None
+            return original(partial, residual, norm) if outputs is None else (outputs[0], outputs[1])
 
         if residual is None:
             return original(hidden_states, residual, norm)

@@ -61,7 +61,7 @@ def _declare() -> torch.library.Library:
 
 def lack(name: str) -> str:
     """The reason why an operator of this torch cannot be replaced, in one line; empty if it can."""
-    missing = [each for each in (METAS[name], OWN[name]) if not hasattr(torch_symm_mem, each)]
+    missing = [attribute for attribute in (METAS[name], OWN[name]) if not hasattr(torch_symm_mem, attribute)]
     if missing:
         return f"torch {torch.__version__} has no {' and no '.join(missing)} to fall back to"
     overload = getattr(getattr(torch.ops.symm_mem, name, None), "default", None)

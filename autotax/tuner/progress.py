@@ -182,9 +182,9 @@ class Accounts:
         its finalists. `trials` and `trials_per_minute` cover the search alone, which took `search_s`.
         """
         seconds = self.seconds
-        told = {} if self.gain is None else {"gain": self.gain}
+        gain = {} if self.gain is None else {"gain": self.gain}
         search_s = seconds if self.search_s is None else self.search_s
-        return told | {
+        return gain | {
             "device_s": self.device_s,
             "compile_s": self.compile_s,
             "ranks_s": max(0.0, self.measuring_s - self.device_s - self.compile_s),
