@@ -297,7 +297,7 @@ def compare_on(
     conditions: Conditions,
     db: str | Path | None,
     every_variant: bool,
-    limit: TimeLimit,
+    limit: TimeLimit | None = None,
 ) -> Comparison:
     """A comparison on these ranks."""
     answer = lookup(problem, hardware=hardware, db=db, conditions=conditions)
