@@ -119,6 +119,23 @@ def test_outputs_and_gradients_are_those_of_dense_attention(ranks: Ranks, layout
         assert max(found) < LIMIT, found
 
 
+def with_a_nan(world: World, variant: str) -> int:
+    """Rows that are not NaN of the queries that see a key of rank 0 with a NaN, in a merge of parts."""
+    problem = Problem(2, HEADS, KV_HEADS, DIM, TOKENS, "bf16", world.size)
+    config = space_for(problem, detect("cpu")).default(variant)
+    module = GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, max_batch=2, device="cpu", config=config)
+    q, k, v = (own(world, tensor, "contiguous") for tensor in drawn(TOKENS)[:3])
+    if world.rank == 0:
+        k[:, 0] = float("nan")
+    finite = int(module(q, k, v).isfinite().sum())
+    module.close()
+    return finite
+
+
+def test_a_nan_among_the_keys_of_another_rank_is_not_taken_for_an_empty_part(ranks: Ranks) -> None:
+    assert ranks.run(with_a_nan, "decomposed", timeout=60) == [0, 0]
+
+
 def test_one_process_alone_is_dense_attention() -> None:
     module = GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, max_batch=2, device="cpu")
     q, k, v, d_o = tensors = drawn(TOKENS)

@@ -13,7 +13,6 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.core.problem import power_of_two
 from autotax.kernels.context import Context
-from autotax.kernels.decode_merge.partials import load_partial
 from autotax.kernels.flash_decode.attention import store_rows
 from autotax.kernels.gather_attention.library import Partial, attend
 from autotax.kernels.gemm_reduce_scatter.product import rounded
@@ -22,6 +21,17 @@ from autotax.operators.gather_attention import GatherAttention, Part
 
 MERGED_ROWS = 32
 """Most rows that a program of the merge handles at a time."""
+
+
+@triton.jit
+def load_part(
+    o, lse, row, heads, of_head, of_token, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """GROUP rows (query, head) of O and their log-sum-exps of base 2, both float32. A NaN stays one: no row is empty."""
+    g = row + tl.arange(0, GROUP)
+    d = tl.arange(0, BLOCK_D)
+    sums = tl.load(lse + (g % heads).to(tl.int64) * of_head + (g // heads) * of_token) * 1.4426950408889634
+    return tl.load(o + g.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0).to(tl.float32), sums
 
 
 @triton.jit(do_not_specialize=["first", "tokens", "added"])
@@ -38,12 +48,10 @@ def merge_part_kernel(
     rows = added * heads
     o += (sequence * tokens + first) * heads * HEAD_DIM
     lse += sequence * of_sequence + first * of_token
-    mine, sums = load_partial(o, lse, None, None, 0, row, rows, heads, of_token, of_head, True, GROUP, HEAD_DIM, GROUP, BLOCK_D)
+    mine, sums = load_part(o, lse, row, heads, of_head, of_token, GROUP, HEAD_DIM, BLOCK_D)
     more += sequence * rows * HEAD_DIM
     more_lse += sequence * more_sequence
-    other, others = load_partial(
-        more, more_lse, None, None, 0, row, rows, heads, more_token, more_head, True, GROUP, HEAD_DIM, GROUP, BLOCK_D
-    )
+    other, others = load_part(more, more_lse, row, heads, more_head, more_token, GROUP, HEAD_DIM, BLOCK_D)
     top = tl.maximum(sums, others)
     weight = tl.exp2(sums - top)
     weight_of_other = tl.exp2(others - top)
