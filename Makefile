@@ -38,9 +38,9 @@ test-volume: .venv/ready
 	$(SHARED) -m 'volume and not alone'
 	$(BIN)/python -m pytest -m 'volume and alone' $(NAMED) || [ $$? = 5 ]
 
-# The oldest versions that the requirements allow, those of vLLM and SGLang, and the newest: Python, torch and Triton in an
+# Those of the shipped winners, those of vLLM and SGLang, and the newest: Python, torch and Triton in an
 # environment of its own, made by uv. Torch comes with libraries for GPUs: 5 GB each, of which environments share what is equal.
-VERSIONS ?= 3.11/2.10.0/3.6.0 3.12/2.14.1/3.8.0 3.13/2.15.0/3.9.0
+VERSIONS ?= 3.11/2.11.0/3.6.0 3.12/2.14.1/3.8.0 3.13/2.15.0/3.9.0
 test-versions: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	for version in $(VERSIONS); do \

@@ -108,7 +108,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-TRIED = {"python": ("3.11", "3.13"), "torch": ("2.10", "2.15"), "triton": ("3.6", "3.9")}
+TRIED = {"python": ("3.11", "3.13"), "torch": ("2.11", "2.15"), "triton": ("3.6", "3.9")}
 """The oldest and the newest versions that the tests have passed under: see results/versions."""
 
 

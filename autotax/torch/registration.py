@@ -104,7 +104,7 @@ def install(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that its CUDA implementation is overridden, which is intended
             for key in KEYS:
-                _library.impl(name, OPERATORS[name], key)
+                _library.impl(name, OPERATORS[name], key, allow_override=True)
     note_operators(states)
     return status()
 
