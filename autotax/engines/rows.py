@@ -35,6 +35,7 @@ class Row(NamedTuple):
     """Empty for a weight of 16 or 32 bits."""
     scales: str = ""
     """The attribute with the scales."""
+    collective: str = scaled.ALL_REDUCE
     keeps_bits: bool = False
     """Whether a winner keeps the bits of a token whatever the number of tokens."""
 
@@ -52,12 +53,13 @@ def serves(row: Row | None, summed: bool, mode: bool) -> TypeGuard[Row]:
 
 
 def run(row: Row, layer: Any, x: Tensor, batch_invariant: bool = False) -> Tensor:
-    """The sum over the ranks of the layer's products, without a bias."""
+    """The sum over the ranks of the layer's products, or the product of gathered rows, without a bias."""
     y: Tensor
     if row.quantize:
         scale = layer.input_scale if row.quantize == "static" else None
         scales = getattr(layer, row.scales)
-        y = torch.ops.autotax.fused_scaled_matmul_all_reduce(x, layer.weight, scale, scales, row.quantize, row.group)
+        how = row.quantize, row.collective, row.group
+        y = torch.ops.autotax.fused_quantised_matmul(x, layer.weight, scale, scales, *how)
     else:
         y = torch.ops.autotax.fused_matmul_all_reduce(x, layer.weight.t(), row.group, batch_invariant)
     return y
@@ -80,7 +82,9 @@ def plain_row(n: int, k: int, dtype: torch.dtype, group: Any, device: torch.devi
     return row
 
 
-def scaled_row(layer: Any, stored: Stored, result: torch.dtype, k: int, group: Any, name: str) -> Row | None:
+def scaled_row(
+    layer: Any, stored: Stored, result: torch.dtype, k: int, group: Any, name: str, collective: str = scaled.ALL_REDUCE
+) -> Row | None:
     """The row of a layer with an FP8 weight. Collective, after the engine has stored the weight. None as for `plain_row`.
 
     Args:
@@ -90,6 +94,7 @@ def scaled_row(layer: Any, stored: Stored, result: torch.dtype, k: int, group: A
         k: Elements of an input row.
         group: The engine's coordinator.
         name: Of the layer, for logs.
+        collective: Of the layer.
     """
     try:
         n, scales, alike = _checked(layer, stored, result, k)
@@ -98,8 +103,9 @@ def scaled_row(layer: Any, stored: Stored, result: torch.dtype, k: int, group: A
         return None
     layout, ranks = SCALES_OF[stored.quantize], group.world_size
     more = {"scales": layout, "result": scaled.RESULTS[result], "quantize": stored.quantize}
+    output = {scaled.ALL_REDUCE: "replicated", scaled.REDUCE_SCATTER: "scattered", scaled.ALL_GATHER: "gathered"}[collective]
     world = World.of(group.device_group, layer.weight.device)
-    ranges = token_ranges(n, k, "e4m3", ranks, world=world, **more)  # type: ignore[arg-type]
+    ranges = token_ranges(n, k, "e4m3", ranks, output=output, world=world, **more)  # type: ignore[arg-type]
     if not _agreed(ranges if alike else [], name, world):
         return None
     attribute = stored.scales
@@ -111,10 +117,20 @@ def scaled_row(layer: Any, stored: Stored, result: torch.dtype, k: int, group: A
 
     def engines(x: Tensor) -> Tensor | None:
         here = own()
-        return None if here is None else group.all_reduce(here.quant_method.apply(here, x, bias=None))
+        if here is None:
+            return None
+
+        def product(of: Tensor) -> Tensor:
+            found: Tensor = here.quant_method.apply(here, of, bias=None)
+            return found
+
+        if collective == scaled.ALL_REDUCE:
+            total: Tensor = group.all_reduce(product(x))
+            return total
+        return scaled.with_collective(x, product, collective, group.device_group)
 
     scaled.run_by(layer.weight, engines)
-    return Row(str(group.device_group.group_name), stored.quantize, attribute)
+    return Row(str(group.device_group.group_name), stored.quantize, attribute, collective)
 
 
 def left(name: str, reason: str) -> None:

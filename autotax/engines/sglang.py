@@ -34,6 +34,7 @@ _LAYERS = (
     Contract(_LINEAR, "RowParallelLinear.forward", ("self", "input_", "skip_all_reduce", "forward_batch", "output_tensor")),
     Contract("sglang.srt.layers.moe.utils", "should_skip_mlp_all_reduce", ()),
     Contract(_SP, "column_parallel_g_matmul", ("linear", "input_parallel", "bias")),
+    Contract(_SP, "row_parallel_gbar_matmul", ("linear", "input_", "bias")),
     Contract(_SP, "sp_fused_matmul_eligible", ("linear",)),
     Contract(_SP, "sp_num_tokens", ()),
     _REGISTRY,
@@ -139,6 +140,7 @@ def _hook_layers() -> None:
         autotax.torch.install(prove=True)
         _installed = True
     HookRegistry.register(f"{_SP}.column_parallel_g_matmul", column_parallel, HookType.AROUND)
+    HookRegistry.register(f"{_SP}.row_parallel_gbar_matmul", scattered_row_parallel, HookType.AROUND)
     HookRegistry.register(f"{_LINEAR}.RowParallelLinear.forward", row_parallel, HookType.AROUND)
 
 
@@ -278,12 +280,40 @@ def column_parallel(original: Any, linear: Any, input_parallel: Any, bias: Any) 
     from sglang.srt.runtime_context import get_parallel
 
     if _stands_back() or not layernorm_sp.sp_fused_matmul_eligible(linear) or getattr(linear, "_sp_use_cutlass", False):
-        return original(linear, input_parallel, bias)
+        output = _in_fp8(linear, input_parallel, bias, "all_gather")
+        return original(linear, input_parallel, bias) if output is None else output[: layernorm_sp.sp_num_tokens()]
     group = get_parallel().tp_group.device_group.group_name
     _, (output,) = torch.ops.symm_mem.fused_all_gather_matmul(
         input_parallel.contiguous(), [linear.weight.t()], 0, group, return_A=False
     )
     return output[: layernorm_sp.sp_num_tokens()]
+
+
+def scattered_row_parallel(original: Any, linear: Any, input_: Any, bias: Any) -> Any:
+    """A row-parallel layer whose sum is scattered over the sequence; the ranks share padded rows."""
+    import torch
+
+    short = -len(input_) % linear.tp_group.world_size if isinstance(input_, torch.Tensor) and linear.tp_group else 0
+    output = _in_fp8(linear, torch.nn.functional.pad(input_, (0, 0, 0, short)) if short else input_, bias, "reduce_scatter")
+    return original(linear, input_, bias) if output is None else output
+
+
+def _in_fp8(linear: Any, x: Any, bias: Any, collective: str) -> Any:
+    """The result of a layer of the sequence-parallel region with an FP8 weight and a winner; else None."""
+    import torch
+
+    from autotax.engines import rows
+    from autotax.nn.groups import capturing
+
+    name = f"_autotax_{collective}"
+    if not isinstance(x, torch.Tensor) or bias is not None or _stands_back():
+        return None
+    if name not in vars(linear):
+        if capturing(x.device):
+            return None
+        setattr(linear, name, _scaled_row(linear, collective))
+    row = getattr(linear, name)
+    return None if row is None else rows.run(row, linear, x.contiguous())
 
 
 def row_parallel(
@@ -333,12 +363,25 @@ def _row_of(layer: Any) -> Row | None:
     name = getattr(layer, "prefix", "") or f"a row-parallel layer of {layer.output_size} x {k}"
     if type(layer.quant_method) is UnquantizedLinearMethod:
         return rows.plain_row(layer.output_size, k, layer.weight.dtype, group, layer.weight.device, name)
-    stored = _stored(layer)
+    return _scaled_row(layer, "all_reduce")
+
+
+def _scaled_row(layer: Any, collective: str) -> Row | None:
+    """How a layer with an FP8 weight runs beside a collective of the tensor-parallel group, where a winner does it faster."""
+    from sglang.srt.runtime_context import get_parallel
+
+    from autotax.engines import rows
+
+    stored, group = _stored(layer), get_parallel().tp_group
+    k = getattr(layer, "input_size_per_partition", None) or layer.input_size
+    name = getattr(layer, "prefix", "") or f"a layer of {layer.output_size} x {k}"
     if isinstance(stored, rows.Stored) and (broken := first_broken(_FP8)):
         stored = broken
     if isinstance(stored, str):
         rows.left(name, stored)
-    return rows.scaled_row(layer, stored, layer.params_dtype, k, group, name) if isinstance(stored, rows.Stored) else None
+    if not isinstance(stored, rows.Stored) or group.world_size == 1:
+        return None
+    return rows.scaled_row(layer, stored, layer.params_dtype, k, group, name, collective)
 
 
 def _stored(layer: Any) -> Stored | str | None:

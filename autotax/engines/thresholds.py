@@ -22,7 +22,7 @@ from autotax.db.index import bucket, buckets_up_to
 from autotax.db.shipped import sources
 from autotax.hardware import Hardware, detect
 from autotax.operators import registry
-from autotax.operators.problems import AllReduceNorm, DecodeMerge, GemmReduceScatter
+from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, GemmReduceScatter
 
 if TYPE_CHECKING:
     import torch
@@ -53,13 +53,20 @@ def token_ranges(
 ) -> Ranges:
     """Numbers of tokens, first and last of each range, for which a row-parallel layer has a winner that is not bulk-synchronous.
 
-    The layer's weight is [n, k] on each rank; `output` is "replicated" for an all-reduce, "scattered" for a reduce-scatter.
+    The layer's weight is [n, k] on each rank; `output` is "replicated" for an all-reduce, "scattered" for a reduce-scatter, and
+    "gathered" for a column-parallel layer that gathers its rows.
     `scales`, `result` and `quantize` are those of a weight in e4m3. There are none for sizes that kernels do not take.
     With `world` stale winners are first proven again, and the call is collective.
     """
-    more = output, ranks, "nk", scales, result, quantize
+    more = ranks, "nk", scales, result, quantize
+
+    def problem_of(tokens: int) -> Problem:
+        if output == "gathered":
+            return AllGatherGemm(tokens, n, k, dtype, "m", *more)
+        return GemmReduceScatter(tokens, n, k, dtype, output, *more)
+
     try:
-        return _won(lambda m: GemmReduceScatter(m, n, k, dtype, *more), most, hardware, db, conditions, world)
+        return _won(problem_of, most, hardware, db, conditions, world)
     except UsageError:
         return []
 

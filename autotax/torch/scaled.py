@@ -1,6 +1,6 @@
 """Torch's fused operators with products of e4m3: their calls as problems, and the operators that `install` puts in their place.
 
-`scaled_matmul_all_reduce` has no counterpart in torch: it is the row-parallel layer with an FP8 weight of a serving engine.
+`quantised_matmul` has no counterpart in torch: it is the parallel layer of a serving engine, with an FP8 weight and wide inputs.
 A call keeps torch's own operator where it has a bias in front of the collective, a scale of the result, gathers or scatters
 another dimension than the first, or has scales of blocks. Fast accumulation is a permission: kernels here do not use it.
 """
@@ -18,15 +18,18 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 from torch import Tensor
 
 from autotax.core.errors import UsageError
-from autotax.nn.fallback import all_gather
+from autotax.nn.fallback import all_gather, reduce_scatter
 from autotax.nn.groups import on_device
+from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.operators.scaled import SCALES_OF, laid_out, library_product, quantised, scales_of, scales_shape
-from autotax.torch.calls import _TORCHS, NotTaken, ReduceCall, aligned, layout_of, ready
+from autotax.torch.calls import _TORCHS, NotTaken, aligned, layout_of, ready
 from autotax.torch.plans import plans_of
 
 GATHER_SCALED, SCATTER_SCALED = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
-REDUCE_SCALED = "fused_scaled_matmul_all_reduce"
+QUANTISED = "fused_quantised_matmul"
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+"""The collectives of `quantised_matmul`."""
 ARGUMENTS = {
     GATHER_SCALED: (
         "A", "Bs", "A_scale", "B_scales", "gather_dim", "group_name", "biases", "result_scales", "out_dtypes", "use_fast_accum",
@@ -175,28 +178,40 @@ class ScaledScatterCall:
 
 
 @dataclass(frozen=True)
-class ScaledReduceCall(ReduceCall):
-    """One kind of call of fused_scaled_matmul_all_reduce."""
+class QuantisedCall:
+    """One kind of call of fused_quantised_matmul."""
+
+    problem: AllGatherGemm | GemmReduceScatter
 
     @classmethod
-    def quantising(cls, a: Tensor, b: Tensor, quantize: str, ranks: int) -> ScaledReduceCall:
+    def of(cls, a: Tensor, b: Tensor, quantize: str, collective: str, ranks: int) -> QuantisedCall:
         """Raises NotTaken."""
         if a.dtype not in RESULTS or not a.numel():
             raise NotTaken(f"A is {a.dtype} {list(a.shape)}; kernels quantise {', '.join(map(str, RESULTS))}")
-        n, k = b.shape
-        more = "nk", SCALES_OF[quantize], RESULTS[a.dtype], quantize
+        if collective == REDUCE_SCATTER and a.shape[0] % ranks:
+            raise NotTaken("the ranks do not divide the rows")
+        rows, (n, k), more = math.prod(a.shape[:-1]), b.shape, ("nk", SCALES_OF[quantize], RESULTS[a.dtype], quantize)
         try:
-            return cls(GemmReduceScatter(math.prod(a.shape[:-1]), n, k, "e4m3", "replicated", ranks, *more))
+            if collective == ALL_GATHER:
+                return cls(AllGatherGemm(rows * ranks, n, k, "e4m3", "m", ranks, *more))
+            output = "replicated" if collective == ALL_REDUCE else "scattered"
+            return cls(GemmReduceScatter(rows, n, k, "e4m3", output, ranks, *more))
         except UsageError as error:
             raise NotTaken(str(error)) from None
 
-    def run_scaled(self, kernel: Any, a: Tensor, b: Tensor, scale_a: Tensor | None, scales_b: Tensor) -> Tensor:
+    def require(self, kernel: Any) -> None:
+        """Raises NotTaken if the winner is bulk-synchronous, which the caller runs itself."""
+        if kernel.config.variant == registry.of(self.problem).baseline:
+            raise NotTaken("a product and a collective one after another are the fastest")
+
+    def run(self, kernel: Any, a: Tensor, b: Tensor, scale_a: Tensor | None, scales_b: Tensor) -> Tensor:
         """Runs the kernel. The result is contiguous."""
         problem = self.problem
-        x, out = ready(a.reshape(-1, problem.k)), a.new_empty(*a.shape[:-1], problem.n)
+        rows = problem.m if isinstance(problem, AllGatherGemm) else problem.out_rows
+        x, out = ready(a.reshape(-1, problem.k)), a.new_empty(rows, problem.n)
         of_a = () if scale_a is None else (scale_a.view(1),)
-        kernel(x, aligned(b), *of_a, of_weight(scales_b, problem.scales, b), out.view(-1, problem.n))
-        return out
+        kernel(x, aligned(b), *of_a, of_weight(scales_b, problem.scales, b), out)
+        return out.view(-1, *a.shape[1:-1], problem.n)
 
 
 def all_gather_scaled_matmul(
@@ -246,34 +261,66 @@ def scaled_matmul_reduce_scatter(
         return plan.asked.run(plan.kernel, A, B, A_scale, B_scale, output_shape)
 
 
-def scaled_matmul_all_reduce(
-    A: Tensor, B: Tensor, A_scale: Tensor | None, B_scale: Tensor, quantize: str, group_name: str
+def quantised_matmul(
+    A: Tensor, B: Tensor, A_scale: Tensor | None, B_scale: Tensor, quantize: str, collective: str, group_name: str
 ) -> Tensor:
-    """The sum over the ranks of quantised A @ B, on every rank.
+    """quantised A @ B: of the rows of all ranks, or summed over the ranks.
 
-    A call without a kernel is the one set by `run_by`, or a quantiser, a product and an all-reduce of torch.
+    A call without a kernel is the one set by `run_by`, or a quantiser, a product and a collective of torch.
 
     Args:
-        A: [..., k], bf16 or fp16.
+        A: [..., k], bf16 or fp16; with a collective of rows its first dimension holds them.
         B: e4m3 [n, k], or [k, n] if that is its transposed view.
         A_scale: float32 [1] with `quantize="static"`, else None.
         B_scale: float32, of rows, of blocks, or at least one of the tensor.
         quantize: row, block or static.
+        collective: all_gather, reduce_scatter or all_reduce.
         group_name: of the process group.
     """
     b = by_rows(B, A.shape[-1])
     plans = plans_of(group_name, A.device)
-    key = (REDUCE_SCALED, A.shape, A.dtype, b.shape, quantize)
+    key = (QUANTISED, A.shape, A.dtype, b.shape, quantize, collective)
     plan = plans.known.get(key)
     if plan is None:
-        plan = plans.plan(REDUCE_SCALED, key, lambda ranks: ScaledReduceCall.quantising(A, b, quantize, ranks))
+        plan = plans.plan(QUANTISED, key, lambda ranks: QuantisedCall.of(A, b, quantize, collective, ranks))
     if plan.counted():
-        assert isinstance(plan.asked, ScaledReduceCall)
+        assert isinstance(plan.asked, QuantisedCall)
         with on_device(A.device.index), plan.calls:
-            return plan.asked.run_scaled(plan.kernel, A, b, A_scale, B_scale)
+            return plan.asked.run(plan.kernel, A, b, A_scale, B_scale)
     if (run := _runs.get(B.data_ptr())) is not None and (result := run(A)) is not None:
         return result
-    return _torchs_all_reduce(A, b, A_scale, B_scale, quantize, group_name)
+
+    def product(x: Tensor) -> Tensor:
+        flat, layout = x.reshape(-1, b.shape[1]), SCALES_OF[quantize]
+        scales, out = scales_of(flat, quantize) if A_scale is None else A_scale.view(1), x.new_empty(*x.shape[:-1], len(b))
+        codes = quantised(flat, scales, quantize)
+        library_product(codes, scales, b, of_weight(B_scale, layout, b), layout, out.view(-1, len(b)))
+        return out
+
+    return with_collective(A, product, collective, dist.distributed_c10d._resolve_process_group(group_name))  # type: ignore[arg-type]
+
+
+def meta_of_quantised_matmul(A: Tensor, B: Tensor, *more: Any) -> Tensor:
+    """The shape of the result."""
+    *_, collective, group_name = more
+    ranks, first = dist.distributed_c10d._resolve_process_group(group_name).size(), A.shape[0]
+    rows = {ALL_GATHER: first * ranks, REDUCE_SCATTER: first // ranks, ALL_REDUCE: first}[collective]
+    return A.new_empty(rows, *A.shape[1:-1], B.numel() // A.shape[-1])
+
+
+def with_collective(x: Tensor, product: Callable[[Tensor], Tensor], collective: str, group: dist.ProcessGroup) -> Tensor:
+    """A product between, or behind, what the collective library does."""
+    if collective == ALL_GATHER:
+        whole = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+        all_gather(whole, x.contiguous(), group)
+        return product(whole)
+    y = product(x)
+    if collective == ALL_REDUCE:
+        dist.all_reduce(y, group=group)
+        return y
+    own = y.new_empty(y.shape[0] // group.size(), *y.shape[1:])
+    reduce_scatter(own, y, group)
+    return own
 
 
 _runs: dict[int, Callable[[Tensor], Tensor | None]] = {}
@@ -281,7 +328,7 @@ _runs: dict[int, Callable[[Tensor], Tensor | None]] = {}
 
 
 def run_by(weight: Tensor, call: Callable[[Tensor], Tensor | None]) -> None:
-    """Sets what serves calls of `scaled_matmul_all_reduce` with this weight where there is no kernel, or returns None.
+    """Sets what serves calls of `quantised_matmul` with this weight where there is no kernel, or returns None.
 
     An engine's layer is found by its weight, so that compiled graphs of equal layers are equal.
     """
@@ -300,15 +347,6 @@ def of_weight(scales: Tensor, layout: str, b: Tensor) -> Tensor:
     """The scales of B [n, k] as kernels take them: the first of `scales` where one serves the whole tensor. Not a copy."""
     shape = scales_shape(layout, *b.shape, weight=True)
     return scales.reshape(-1)[: math.prod(shape)].view(shape)
-
-
-def _torchs_all_reduce(a: Tensor, b: Tensor, scale_a: Tensor | None, scales_b: Tensor, quantize: str, group_name: str) -> Tensor:
-    x = a.reshape(-1, b.shape[1])
-    scales = scales_of(x, quantize) if scale_a is None else scale_a.view(1)
-    out, layout = x.new_empty(len(x), len(b)), SCALES_OF[quantize]
-    library_product(quantised(x, scales, quantize), scales, b, of_weight(scales_b, layout, b), layout, out)
-    dist.all_reduce(out, group=dist.distributed_c10d._resolve_process_group(group_name))  # type: ignore[arg-type]
-    return out.view(*a.shape[:-1], len(b))
 
 
 def _torchs_gather(

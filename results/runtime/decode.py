@@ -316,7 +316,8 @@ def main() -> int:
         right = right and max(errors.values()) <= TOLERANCE[mine["dtype"]]
         gains = ", ".join(f"{ratio:.2f}x [{low:.2f}, {high:.2f}] over {name}" for name, (ratio, (low, high)) in ratios.items())
         shown = ", ".join(f"{name} {value:.1f}" for name, value in us.items())
-        print(f"{mine['dtype']}, batch {mine['batch']}: {shown}; autotax {gains}; differences {errors}; {mine['chosen']}", flush=True)
+        print(f"{mine['dtype']}, batch {mine['batch']}: {shown}; autotax {gains}", flush=True)
+        print(f"  differences from NCCL {errors}; {mine['chosen']}")
         document.append(mine | {"us": us, "ratios": {name: [ratio, *ends] for name, (ratio, ends) in ratios.items()}})
     if given.json:
         given.json.write_text(json.dumps({"place": str(hardware), "found": document}) + "\n", encoding="utf-8")

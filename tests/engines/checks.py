@@ -158,6 +158,35 @@ def sglang_fp8(world: World, db: str) -> Kept:
         return autotax.torch.status(), own, lines
 
 
+def sglang_fp8_of_shards(world: World, db: str) -> tuple[list[int], list[float]]:
+    """Layers of SGLang's sequence-parallel region with FP8 weights: products that SGLang computed by call, and errors."""
+    with asking(db), stand_ins.sglang() as owners:
+        sglang_plugin.register()
+        stand_ins.HookRegistry.apply_hooks(owners)
+        sp, own, errors = sys.modules["sglang.srt.layers.layernorm_sp"], [], []
+        method = stand_ins.SglangFp8LinearMethod("row", "channel")
+        layer = stand_ins.SglangRowParallelLinear(K8, N8, quant_method=method)
+        method.process_weights_after_loading(layer)
+        for tokens in (16, 15, 50):
+            x = normal(tokens, K8 // world.size, seed=tokens + world.rank).bfloat16()
+            before = method.kernel.products
+            found = sp.row_parallel_gbar_matmul(layer, x, None)
+            own.append(method.kernel.products - before)
+            padded = nn.functional.pad(x, (0, 0, 0, -tokens % world.size))
+            right = scaled.scales_of(padded, "row") * scaled.quantised(padded, scaled.scales_of(padded, "row"), "row").float()
+            right = right @ stand_ins.numbers_of(layer).t()
+            dist.all_reduce(right)
+            errors.append(float((found.float() - right.chunk(world.size)[world.rank]).norm() / right.norm()))
+        for rows in (8, 25):
+            stand_ins.flags.tokens, before = rows * world.size - 1, method.kernel.products
+            shards = [normal(rows, K8 // world.size, seed=rank).bfloat16() for rank in range(world.size)]
+            found = sp.column_parallel_g_matmul(layer, shards[world.rank], None)
+            own.append(method.kernel.products - before)
+            right = method.kernel.multiply(layer, torch.cat(shards))[:-1].float()
+            errors.append(float((found.float() - right).norm() / right.norm()))
+        return own, errors
+
+
 def vllm_compiled(world: World, db: str) -> Status:
     """A layer of vLLM, compiled with a number of tokens that varies."""
     with asking(db), stand_ins.vllm():

@@ -396,7 +396,7 @@ def get_exec() -> Any:
 
 
 def sp_fused_matmul_eligible(linear: Any) -> bool:
-    return linear.bias is None
+    return linear.bias is None and linear.weight.is_floating_point() and linear.weight.itemsize > 1
 
 
 def sp_num_tokens() -> int:
@@ -405,11 +405,25 @@ def sp_num_tokens() -> int:
 
 def column_parallel_g_matmul(linear: Any, input_parallel: Tensor, bias: Any) -> Tensor:
     assert bias is None
+    if not sp_fused_matmul_eligible(linear):
+        return linear.quant_method.apply(linear, gathered(input_parallel), bias)[: sp_num_tokens()]
     name = get_parallel().tp_group.device_group.group_name
     _, outputs = torch.ops.symm_mem.fused_all_gather_matmul(
         input_parallel.contiguous(), [linear.weight.t()], gather_dim=0, group_name=name
     )
     return outputs[0][: sp_num_tokens()]
+
+
+def gathered(x: Tensor) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(the_group().world_size)]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)
+
+
+def row_parallel_gbar_matmul(linear: Any, input_: Tensor, bias: Any) -> Tensor:
+    group = the_group()
+    x = nn.functional.pad(input_, (0, 0, 0, -len(input_) % group.world_size))
+    return group.all_reduce(linear.quant_method.apply(linear, x, bias)).chunk(group.world_size)[group.rank_in_group]
 
 
 def sglang_a2a_lse_reduce(
@@ -515,7 +529,7 @@ def sglang() -> Iterator[dict[str, Any]]:
     own = {"forward": SglangRowParallelLinear.forward}
     sp = {
         "column_parallel_g_matmul": column_parallel_g_matmul, "sp_fused_matmul_eligible": sp_fused_matmul_eligible,
-        "sp_num_tokens": sp_num_tokens,
+        "sp_num_tokens": sp_num_tokens, "row_parallel_gbar_matmul": row_parallel_gbar_matmul,
     }  # fmt: skip
     dcp = {
         "dcp_a2a_lse_reduce": sglang_a2a_lse_reduce, "cp_lse_ag_out_rs_mha": cp_lse_ag_out_rs_mha,
@@ -538,6 +552,7 @@ def sglang() -> Iterator[dict[str, Any]]:
         try:
             yield {
                 f"{layers}.layernorm_sp.column_parallel_g_matmul": sys.modules[f"{layers}.layernorm_sp"],
+                f"{layers}.layernorm_sp.row_parallel_gbar_matmul": sys.modules[f"{layers}.layernorm_sp"],
                 f"{layers}.linear.RowParallelLinear.forward": SglangRowParallelLinear,
                 f"{layers}.layernorm._forward_with_allreduce_fusion": sys.modules[f"{layers}.layernorm"],
                 f"{fusion}.all_reduce_residual_norm": sys.modules[fusion],

@@ -17,7 +17,7 @@ from autotax.db import lookup
 from autotax.engines import sglang, vllm
 from autotax.engines.thresholds import merge_ranges, norm_ranges, token_ranges
 from autotax.operators import scaled
-from autotax.operators.problems import AllReduceNorm, DecodeMerge, GemmReduceScatter
+from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, GemmReduceScatter
 from autotax.runner.ranks import Ranks
 from tests.engines import checks, stand_ins
 from tests.engines.checks import DIM, HEADS, HIDDEN, K, N
@@ -87,8 +87,21 @@ def test_fp8_layers_of_sglang_are_ours_for_numbers_of_tokens_with_a_winner(ranks
     for told, own, lines in ranks.run(checks.sglang_fp8, fp8_winners(tmp_path / "a.db"), timeout=120):
         assert own == [*FEW * 5, *[1] * 3]
         assert (told.taken, told.left) == (10, 5), str(told)
-        left = f"autotax leaves a row-parallel layer of {checks.N8} x 256 as it is"
+        left = f"autotax leaves a layer of {checks.N8} x 256 as it is"
         assert f"{left}: scales of its blocks are powers of two" in lines
+
+
+def test_fp8_layers_of_sglangs_sequence_parallel_region_are_ours_where_they_have_a_winner(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    sizes, fields = (16, checks.N8, checks.K8 // WORLD, "e4m3"), {"scales": "row", "quantize": "row"}
+    kept: dict[Problem, Config] = {}
+    for problem, variant in (
+        (GemmReduceScatter(*sizes, "scattered", WORLD, **fields), "scaled_words"),
+        (AllGatherGemm(*sizes, "m", WORLD, **fields), "scaled_decomposed"),
+    ):
+        kept[problem] = usual(problem, variant)
+    for own, errors in ranks.run(checks.sglang_fp8_of_shards, database(tmp_path / "a.db", kept), timeout=120):
+        assert own == [0, 0, 1, 0, 1]
+        assert max(errors) < 1e-2
 
 
 def test_fp8_layers_without_winners_are_the_frameworks(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
