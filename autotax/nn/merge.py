@@ -44,8 +44,9 @@ from autotax.operators.decode_merge import DecodeMerge as Shape
 
 Call = Callable[..., Any]
 Known = tuple[Call, int, torch.Size, torch.Size, int, int, Accepted, Accepted]
-"""The call for a shape of O, its query tokens, the shapes of the merged O and LSE, and for the checks of a call: the bytes of
-both O, and the inputs and results that calls accept as they are.
+"""The call for a shape of O, its query tokens, and the shapes of the merged O and LSE.
+
+Then for the checks of a call: the bytes of both O, and the inputs and results that calls accept as they are.
 """
 
 
