@@ -36,7 +36,7 @@ from autotax.software import Environment, environment
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, Listener, Progress, Settings, Silence, Verdict
 from autotax.tuner.comparison import Choice, baseline_for, best_of, shown_variants, trials_here
-from autotax.tuner.time_limit import TimeLimit
+from autotax.tuner.tuning import TimeLimit
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -162,9 +162,9 @@ def _kept_share(problem: Problem, sizes: dict[str, int], config: Config) -> floa
     def us(rows: int, tile: int) -> float:
         return operator.roofline_us(replace(problem, m=-(-rows // tile) * tile))  # type: ignore[call-arg]
 
-    there, here = sizes["m"], problem.to_dict()["m"]
-    bsp = us(here, LIBRARY_ROWS) / us(there, LIBRARY_ROWS)
-    return bsp / (us(here, block * ranks) / us(there, block * ranks))
+    tuned, here = sizes["m"], problem.to_dict()["m"]
+    bsp = us(here, LIBRARY_ROWS) / us(tuned, LIBRARY_ROWS)
+    return bsp / (us(here, block * ranks) / us(tuned, block * ranks))
 
 
 def _stale(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:

@@ -73,12 +73,12 @@ def normed(
     norm = _module_of(x, group, eps, quant, offset)
     if norm is None:
         return None
-    given = {name: tensor for name, tensor in results.items() if tensor is not None}
-    apart = not {tensor.data_ptr() for tensor in given.values()} & {x.data_ptr(), residual.data_ptr()}
+    brought = {name: tensor for name, tensor in results.items() if tensor is not None}
+    apart = not {tensor.data_ptr() for tensor in brought.values()} & {x.data_ptr(), residual.data_ptr()}
     if apart or norm.works_in_place(len(x)):
-        return norm.run(x, weight, residual, scale, **given, in_place=True)
-    found = dict(zip(("out", "residual_out"), norm.run(x, weight, residual, scale), strict=False))
-    return tuple(given[name].copy_(made) if name in given else made for name, made in found.items())
+        return norm.run(x, weight, residual, scale, **brought, in_place=True)
+    outputs = dict(zip(("out", "residual_out"), norm.run(x, weight, residual, scale), strict=False))
+    return tuple(brought[name].copy_(made) if name in brought else made for name, made in outputs.items())
 
 
 def prepare(

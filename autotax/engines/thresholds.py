@@ -6,20 +6,23 @@ for this machine.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from autotax import __version__
 from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
+from autotax.db import lookup
 from autotax.db.index import bucket, buckets_up_to
-from autotax.db.lookup import peek
+from autotax.db.shipped import sources
 from autotax.hardware import Hardware, detect
 from autotax.operators import registry
-from autotax.operators.problems import AllReduceNorm, DecodeMerge, GemmReduceScatter
+from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, GemmReduceScatter
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +42,9 @@ def token_ranges(
     ranks: int,
     *,
     output: str = "replicated",
+    scales: str = "none",
+    result: str = "bf16",
+    quantize: str = "none",
     most: int = MOST_TOKENS,
     hardware: Hardware | None = None,
     db: str | Path | None = None,
@@ -47,10 +53,32 @@ def token_ranges(
 ) -> Ranges:
     """Numbers of tokens, first and last of each range, for which a row-parallel layer has a winner that is not bulk-synchronous.
 
-    The layer's weight is [n, k] on each rank; `output` is "replicated" for an all-reduce, "scattered" for a reduce-scatter.
+    The layer's weight is [n, k] on each rank; `output` is "replicated" for an all-reduce, "scattered" for a reduce-scatter, and
+    "gathered" for a column-parallel layer that gathers its rows.
+    `scales`, `result` and `quantize` are those of a weight in e4m3. There are none for sizes that kernels do not take.
     With `world` stale winners are first proven again, and the call is collective.
     """
-    return _won(lambda m: GemmReduceScatter(m, n, k, dtype, output, ranks), most, hardware, db, conditions, world)
+    more = ranks, "nk", scales, result, quantize
+
+    def problem_of(tokens: int) -> Problem:
+        if output == "gathered":
+            return AllGatherGemm(tokens, n, k, dtype, "m", *more)
+        return GemmReduceScatter(tokens, n, k, dtype, output, *more)
+
+    try:
+        return _won(problem_of, most, hardware, db, conditions, world)
+    except UsageError:
+        return []
+
+
+def kept_bits(n: int, k: int, dtype: str, ranks: int, name: str, world: World) -> bool:
+    """Whether all ranks have a winner of a row-parallel layer that keeps the bits of a token. Collective."""
+    try:
+        answer = lookup.invariant(GemmReduceScatter(MOST_TOKENS, n, k, dtype, "replicated", ranks))
+        ranges = [(1, MOST_TOKENS)] if answer.from_problem is not None else []
+    except UsageError:
+        ranges = []
+    return bool(agreed(ranges, f"{name} in batch-invariant mode", world))
 
 
 def merge_ranges(
@@ -107,6 +135,12 @@ def serves(
     return any(first <= tokens <= last for first, last in of_group[key])
 
 
+def fingerprint(op: str) -> str:
+    """Changes with each winner of an operator, whether it holds here or not: a key for what an engine keeps about its layers."""
+    winners = {str(winner[:4]) for source in sources(None) for winner in source.index if winner.op == op}
+    return hashlib.sha256("\n".join([__version__, *sorted(winners)]).encode()).hexdigest()
+
+
 def forget_winners() -> None:
     """Drops remembered winners, so that later calls look them up again. Every rank must call it between the same calls."""
     _remembered.clear()
@@ -144,7 +178,7 @@ def _won(
     if world is not None:
         _prove(world, list(problems.values()), db, conditions)
     for last, problem in problems.items():
-        answer = peek(problem, hardware=hardware, db=db, conditions=conditions)
+        answer = lookup.peek(problem, hardware=hardware, db=db, conditions=conditions)
         if answer.match == "fallback" or answer.variant == registry.of(problem).baseline:
             continue
         first = bucket(last)[0]

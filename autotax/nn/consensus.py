@@ -95,9 +95,9 @@ INVARIANT_VARIABLES = ("VLLM_BATCH_INVARIANT", "SGLANG_ENABLE_DETERMINISTIC_INFE
 """Variables of serving engines that ask for results that no batch changes."""
 
 
-def wants_invariance(given: bool | None) -> bool:
+def wants_invariance(requested: bool | None) -> bool:
     """Whether rows must not depend on how many there are: as given, else as a serving engine's variable asks."""
-    return any(map(is_on, INVARIANT_VARIABLES)) if given is None else given
+    return any(map(is_on, INVARIANT_VARIABLES)) if requested is None else requested
 
 
 def invariant_config(

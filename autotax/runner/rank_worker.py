@@ -25,9 +25,8 @@ from autotax.kernels.context import Context
 from autotax.kernels.offline import fix_cache_keys
 from autotax.operators.registry import variant_digest
 from autotax.runner.benchmark import SAMPLE_US, Bench, Soak
-from autotax.runner.measurement import RankReport, Reading
+from autotax.runner.measurement import Fatal, Hello, Job, Raised, RankReport, RankSetup, Reading, Report, Stage
 from autotax.runner.processes import die_with_parent, full_disk
-from autotax.runner.protocol import Fatal, Hello, Job, Raised, RankSetup, Report, Stage
 from autotax.runner.sampling import Sampler, Yardstick
 from autotax.runner.series import VERIFIED, InputCache
 from autotax.runner.stages import Outcome, Stages, Trial, free_device_memory

@@ -46,16 +46,22 @@ def _declare() -> torch.library.Library:
         for key in KEYS:
             library.impl(name, OPERATORS[name], key)
         library.impl(name, getattr(torch_symm_mem, METAS[name]), "Meta")
-    library.define(f"{REDUCE}(Tensor A, Tensor B, str group_name) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
+    reduce = f"{REDUCE}(Tensor A, Tensor B, str group_name, bool batch_invariant=False) -> Tensor"
+    library.define(reduce, tags=(torch.Tag.needs_fixed_stride_order,))
     for key in KEYS:
         library.impl(REDUCE, symm_mem.matmul_all_reduce, key)
-    library.impl(REDUCE, lambda a, b, _: a.new_empty(*a.shape[:-1], b.shape[1]), "Meta")
+    library.impl(REDUCE, lambda a, b, *_: a.new_empty(*a.shape[:-1], b.shape[1]), "Meta")
+    arguments = "Tensor A, Tensor B, Tensor? A_scale, Tensor B_scale, str quantize, str collective, str group_name"
+    library.define(f"{scaled.QUANTISED}({arguments}) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
+    for key in KEYS:
+        library.impl(scaled.QUANTISED, scaled.quantised_matmul, key)
+    library.impl(scaled.QUANTISED, scaled.meta_of_quantised_matmul, "Meta")
     return library
 
 
 def lack(name: str) -> str:
     """The reason why an operator of this torch cannot be replaced, in one line; empty if it can."""
-    missing = [each for each in (METAS[name], OWN[name]) if not hasattr(torch_symm_mem, each)]
+    missing = [attribute for attribute in (METAS[name], OWN[name]) if not hasattr(torch_symm_mem, attribute)]
     if missing:
         return f"torch {torch.__version__} has no {' and no '.join(missing)} to fall back to"
     overload = getattr(getattr(torch.ops.symm_mem, name, None), "default", None)

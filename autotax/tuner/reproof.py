@@ -19,7 +19,7 @@ from autotax.spaces import space_for
 from autotax.tuner.finalists import run_finalists
 from autotax.tuner.progress import Accounts, Listener, Silence, Verdict
 from autotax.tuner.run_recorder import Ledger
-from autotax.tuner.time_limit import TimeLimit
+from autotax.tuner.tuning import TimeLimit
 
 
 def prove(

@@ -19,8 +19,7 @@ import msgspec
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.core.error_text import summary
-from autotax.core.errors import UsageError
+from autotax.core.errors import UsageError, summary
 from autotax.core.files import write_whole
 from autotax.core.problem import Problem
 from autotax.core.settings import INVALIDITY

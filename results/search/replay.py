@@ -31,7 +31,7 @@ from autotax.operators import registry
 from autotax.runner.measurement import Candidate, Measurement
 from autotax.software import environment
 from autotax.spaces import Space, VariantSpace, space_for
-from autotax.tuner.prior import Prior, Trees
+from autotax.tuner.model import Prior, Trees
 from autotax.tuner.search import Search
 from results.search.landscapes import Landscapes
 
