@@ -15,7 +15,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware, detect
-from autotax.nn.base import Module, SizeChoice, increment_version
+from autotax.nn.base import Module, increment_version
 from autotax.nn.consensus import configs_for, require_alike
 from autotax.nn.groups import capturing
 from autotax.nn.tensor_checks import plain, require_apart, require_no_tangent, require_tensor
@@ -39,7 +39,6 @@ class Tuned(Module):
     """
 
     _problems: tuple[Problem, ...]
-    _wanted_device: torch.device
     _asked: tuple[Conditions | None, Config | None]
     _kernels: dict[Problem, list[Any]]
     _calls: dict[Problem, tuple[Any, Call]]
@@ -58,17 +57,12 @@ class Tuned(Module):
     ) -> None:
         super().__init__(group, db, check, prove)
         self._problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        here = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        current = here.type == "cuda" and here.index is None
-        self._wanted_device = torch.device("cuda", torch.cuda.current_device()) if current else here
+        self._where = None if device is None else torch.device(device)
         self._asked = conditions, config
         self.prepare(group)
 
     def _blank(self) -> dict[str, Any]:
         return super()._blank() | {"_calls": {}, "_kernels": {}}
-
-    def _place(self) -> torch.device:
-        return self._wanted_device
 
     def _make(self) -> None:
         conditions, config = self._asked
@@ -82,26 +76,20 @@ class Tuned(Module):
         hardware = detect(world.backend)
         self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
 
+    def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
+        from autotax.spaces import space_for
+
+        return [(problem, space_for(problem, hardware).default(registry.of(problem).baseline)) for problem, _ in pairs]
+
+    def _store(self, operators: list[Any], notes: list[str]) -> None:
+        for kernel in operators:
+            self._kernels.setdefault(kernel.problem, []).append(kernel)
+        if missing := [problem.key for problem in self._prepared_for() if problem not in self._kernels]:
+            raise UsageError(f"no kernel could be prepared for {', '.join(missing)} ({'; '.join(notes) or 'see above'})")
+
     def _prepared_for(self) -> list[Problem]:
         """The problems to prepare. Raises UsageError."""
         return list(self._problems)
-
-    def _tune(self, problems: list[Problem], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
-        """Prepares the tuned configs and the baseline. Collective."""
-        from autotax.spaces import space_for
-
-        expected: list[tuple[Problem, Config]] = []
-        for problem, chosen in zip(problems, configs, strict=True):
-            baseline = space_for(problem, hardware).default(registry.of(problem).baseline)
-            expected += [(problem, config) for config in dict.fromkeys((chosen, baseline)) if config]
-        for kernel in self._operators(expected, hardware, notes):
-            self._kernels.setdefault(kernel.problem, []).append(kernel)
-        if missing := [problem.key for problem in problems if problem not in self._kernels]:
-            raise UsageError(f"no kernel could be prepared for {', '.join(missing)} ({'; '.join(notes) or 'see above'})")
-        pairs = zip(problems, configs, strict=True)
-        made = {problem: [kernel.config for kernel in kernels] for problem, kernels in self._kernels.items()}
-        self._choices = tuple(SizeChoice(problem, chosen if chosen in made[problem] else None) for problem, chosen in pairs)
-        self._warn(notes)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         assert self._world is not None

@@ -5,9 +5,8 @@ from __future__ import annotations
 from autotax.core.config import Config, Value
 from autotax.core.problem import power_of_two
 from autotax.core.space import Constraint, VariantSpace
-from autotax.hardware import Hardware
+from autotax.hardware import Hardware, lanes
 from autotax.operators.gather_attention import GatherAttention
-from autotax.spaces.pipeline import lanes
 
 LIBRARIES: dict[str, tuple[Value, ...]] = {"cuda": ("cudnn", "flash"), "rocm": ("flash",), "cpu": ("cpu",)}
 """The attention of torch: cuDNN's, the flash attention that torch brings along, and that for CPUs."""
