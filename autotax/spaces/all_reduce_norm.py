@@ -7,10 +7,14 @@ from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import Hardware
 from autotax.operators.all_reduce_norm import REGISTERS, AllReduceNorm
-from autotax.spaces.pipeline import lanes
+from autotax.spaces.pipeline import blocks_held, lanes
 
 MOST_WORDS = 1 << 21
 """Most words that a rank sends to another in one trip: 16 MiB."""
+MOST_MULTIPLIED = 64
+"""Most rows for `fused`, whose tiles have all of them."""
+BARRIERS = 1024
+"""Bytes of shared memory beside the blocks of a pipeline."""
 FEWEST_ROWS = 32
 """Fewest rows for `push`: with fewer, a flag costs more than the doubled bytes of words."""
 MOST_HELD = 64
@@ -64,6 +68,44 @@ def two_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
         for warps, programs in _resident(problem, hardware)
     ]
     return VariantSpace("two_shot", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
+
+
+def fused(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
+    """Parameters: those of `one_shot` and of tiles of the product. Only for few rows of 16 bits behind a product."""
+    few = problem.k and problem.m <= MOST_MULTIPLIED and problem.item_size == 2
+    exchange = one_shot(problem, hardware)
+    if not few or exchange is None:
+        return None
+    tma = hardware.backend == "cuda" and problem.k % 8 == 0
+    parameters: dict[str, tuple[Value, ...]] = {
+        **exchange.parameters,
+        "block_n": (16, 32, 64, 128) if hardware.on_gpu else (16,),
+        "block_k": (64, 128, 256) if hardware.on_gpu else (32,),
+        "num_stages": (2, 3, 4, 5, 6, 8) if hardware.on_gpu else (2,),
+        "loads": ("tma", "pointer") if tma else ("pointer",),
+    }
+    rows = max(16, power_of_two(problem.m))
+
+    def fits(n: int, k: int, stages: int, programs: int) -> bool:
+        held = blocks_held(hardware, stages) * (rows + n) * k * problem.item_size
+        return programs * (held + BARRIERS) <= hardware.shared_memory
+
+    shared = Constraint(("block_n", "block_k", "num_stages", "per_processor"), fits, "the pipelines do not fit in shared memory")
+    constraints = (_held(problem, hardware), _room(problem, hardware), shared)
+    space = VariantSpace("fused", parameters, constraints)
+    split = parameters["split"][min(2, len(parameters["split"]) - 1)]
+    ways = ((64, 128, 5, 4, 1), (32, 256, 4, 4, 2), (64, 128, 8, 8, 1), (32, 128, 5, 4, 2), (64, 256, 5, 8, 1), (128, 64, 5, 8, 1))
+    seeds: dict[Config, None] = {}
+    for loads in parameters["loads"]:
+        for n, k, stages, warps, programs in ways:
+            values: dict[str, Value] = {"block_n": n, "block_k": k, "num_stages": stages, "num_warps": warps, "per_processor": programs}
+            near = {name: min(allowed, key=lambda value: abs(int(value) - int(values[name]))) for name, allowed in parameters.items() if name in values}  # noqa: B023, E501
+            config = Config.of("fused", near | {"words": "blank", "split": split, "loads": loads})
+            if space.why_not(config) is None:
+                seeds[config] = None
+    if not seeds:
+        return None
+    return VariantSpace("fused", parameters, constraints, tuple(seeds))
 
 
 def push(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:

@@ -42,11 +42,7 @@ class AfterSum(NormKernel):
         super().__init__(problem, config, context)
         self.rows = int(config.values.get("rows", 1))
         self.constants |= {"ROWS": self.rows, "HIDDEN": problem.hidden}
-        self.sums = self.room(problem)
-
-    def room(self, problem: AllReduceNorm) -> Tensor:
-        """Allocates memory for the sum, [m, hidden]."""
-        return self.context.empty((problem.m, problem.hidden), self.context.dtype(problem))
+        self.sums = self.products if problem.k else self.room(problem)
 
     def norm(self, total: Tensor, residual: Tensor, *others: Tensor, eps: float) -> None:
         m = self.problem.m
@@ -71,6 +67,7 @@ class Bsp(AfterSum):
         self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
     ) -> None:
         """See NormKernel.run."""
-        self.context.copy(self.sums, x)
+        if not self.problem.k:  # the product is in the sums already
+            self.context.copy(self.sums, x)
         all_reduce(self.context, self.sums)
         self.norm(self.sums, residual, weight, new_residual, y, scales, eps=eps)

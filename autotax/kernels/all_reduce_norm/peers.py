@@ -17,13 +17,12 @@ from autotax.operators.all_reduce_norm import AllReduceNorm
 
 
 class TorchSum(AfterSum):
-    """Copies x to torch's symmetric memory and sums it there. A GEMM that writes to that memory would need no copy."""
+    """Copies x to torch's symmetric memory and sums it there. A product is stored there at once."""
 
-    def room(self, problem: AllReduceNorm) -> Tensor:
-        """See AfterSum.room."""
-        self.group = group_name(self.context)
-        self.partial = symmetric(self.context, (problem.m, problem.hidden), self.context.dtype(problem))
-        return super().room(problem)
+    def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.group = group_name(context)
+        self.partial = self.products = symmetric(context, (problem.m, problem.hidden), context.dtype(problem))
 
     def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any]:
         """See AfterSum.changes_for."""
@@ -33,7 +32,8 @@ class TorchSum(AfterSum):
         self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
     ) -> None:
         """See NormKernel.run."""
-        self.context.copy(self.partial, x)
+        if not self.problem.k:
+            self.context.copy(self.partial, x)
         if not self.context.dry:
             self.add_up()
         self.norm(self.sums, residual, weight, new_residual, y, scales, eps=eps)

@@ -1,0 +1,117 @@
+"""fused: for few rows behind a product. One kernel computes the product, and sends and normalises it as `one_shot` does.
+
+Each program computes tiles of all rows. It sends them as words to every rank, this one too, so a program that normalises a row
+needs no sign of the tiles: the row is complete when its words have arrived. No counter and no fence lies between the product and
+the norm.
+
+Why every wait ends: programs first compute and send all their tiles without waiting. The rest is as in `one_shot`, where the words
+of this rank are some of those that it waits for. Why no stale word matches: see `one_shot`. Words of this rank are written and read
+by kernels of one stream.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div, power_of_two
+from autotax.kernels.all_gather_gemm.tiles import TileOptions
+from autotax.kernels.all_reduce_norm.norm import given_factor
+from autotax.kernels.all_reduce_norm.one_shot import OneShot, clean_rows, norm_rows
+from autotax.kernels.all_reduce_norm.packets import packed_numbers, slot_of
+from autotax.kernels.context import Context
+from autotax.kernels.flash_decode.exchange import distances
+from autotax.kernels.gemm_reduce_scatter.product import multiplied
+from autotax.kernels.primitives import LIMIT
+from autotax.kernels.residency import gdc_wait
+from autotax.kernels.whole_words import store_whole
+from autotax.operators.all_reduce_norm import AllReduceNorm
+
+LEAST_ROWS = 16
+"""Rows of a tile at least: those that tensor cores multiply."""
+
+
+@triton.jit(do_not_specialize=["rank", "m", "eps"])
+def fused_kernel(
+    a, b, residual, weight, new_residual, y, scales, inbox, bases, control, state, rank, m, k, eps, room,
+    WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, SPLIT: tl.constexpr,
+    PART: tl.constexpr, SENT: tl.constexpr, HELD: tl.constexpr, COLS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED_K: tl.constexpr,
+    OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """`a` [m, k] and `b` [HIDDEN, k] are pointers, or TMA descriptors of blocks. BLOCK_M is at least m. See `one_shot_kernel`."""
+    if EARLY:
+        gdc_wait()
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch = tl.load(state + program)
+    before = tl.load(state + programs + program)
+    limit = tl.load(control + LIMIT)
+    given = given_factor(scales, QUANT)
+    away = distances(bases, rank, WORLD)
+    clean_rows(inbox, epoch, before, program, programs, rank, room, 0, WORLD, WIDE, WIDTH, SPLIT, PART, SENT, TARGET)
+    mine = inbox + (slot_of(epoch, WIDE) * WORLD + rank) * room
+    ACROSS: tl.constexpr = BLOCK_N // (HIDDEN // WIDTH)
+    index = tl.arange(0, BLOCK_M * ACROSS)
+    row = index // ACROSS
+    for tile in tl.range(program, tl.cdiv(HIDDEN, BLOCK_N), programs):
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = multiplied(
+            acc, a, 0, m, b, tile * BLOCK_N, HIDDEN, k, 0, k, False, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED_K, 8, TARGET
+        )
+        words = packed_numbers(tl.reshape(acc, [BLOCK_M * BLOCK_N]), epoch, WIDE, TYPE, TARGET)
+        word = tile * ACROSS + index % ACROSS
+        inside = (row < m) & (word < WIDTH)
+        here = mine + row.to(tl.int64) * WIDTH + word
+        for hop in tl.static_range(WORLD):  # the last is this rank
+            there = (here.to(tl.int64) + away[hop]).to(inbox.dtype)
+            store_whole(tl.multiple_of(there, (16,)), words, inside, TARGET)
+    norm_rows(
+        None, residual, weight, new_residual, y, scales, inbox, epoch, given, control, limit, program, programs, rank, m, eps, room,
+        WORLD, WIDE, TYPE, WIDTH, HIDDEN, SPLIT, PART, HELD, COLS, OFFSET, QUANT, ADDED, TARGET,
+    )  # fmt: skip
+    tl.debug_barrier()  # all threads have read the state
+    tl.store(state + program, epoch + 1)
+    tl.store(state + programs + program, m)
+
+
+class Fused(OneShot):
+    def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
+        block_m = max(LEAST_ROWS, power_of_two(problem.m))
+        self.tiles = TileOptions.of(Config.of(config.variant, config.values | {"block_m": block_m, "group_m": 1}))
+        super().__init__(problem, config, context)
+        tiles = self.tiles
+        self.constants |= {
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_K": tiles.block_k,
+            "TMA": tiles.tma,
+            "ALIGNED_K": math.gcd(problem.k, 16),
+            "num_stages": config["num_stages"],
+        }
+
+    def units(self, problem: AllReduceNorm, config: Config) -> int:
+        """See OneShot.units."""
+        return max(ceil_div(problem.hidden, self.tiles.block_n), super().units(problem, config))
+
+    def addend(self, a: Tensor, b: Tensor) -> Any:
+        """The operands: the kernel multiplies them."""
+        return a, b
+
+    def run(
+        self, x: Any, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
+    ) -> None:
+        """See NormKernel.run."""
+        a, b = x
+        context, problem = self.context, self.problem
+        context.launch(
+            fused_kernel, (self.programs,),
+            self.tiles.view_a(a), self.tiles.view_b(b), residual, weight, new_residual, y, scales,
+            self.inbox, context.heap.bases, self.control, self.state, context.rank, problem.m, problem.k, eps, self.room,
+            **self.constants,
+        )  # fmt: skip
