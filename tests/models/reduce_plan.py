@@ -44,7 +44,7 @@ def reduce_plan(problem: GemmReduceScatter, config: Config) -> Plan:
     world = problem.world_size
     if config.variant in ("bsp", *named(problem.op).peers):  # the vendor's GEMM computes, the library exchanges
         return Plan([[Task(rows=(0, problem.out_rows), columns=(0,))] for _ in range(world)], problem.out_rows)
-    plans = {"push": _fused, "pull_reduce": _fused, "push_specialized": _specialized, "decomposed": _decomposed}
+    plans = {"push": _fused, "pull_reduce": _fused, "push_specialized": _specialized, "push_parts": _specialized, "decomposed": _decomposed}
     tasks, height, units = plans[config.variant](problem, config)
     lines = ceil_div(problem.shard_rows, height)
     columns = ceil_div(problem.n, config["block_n"]) if config.variant != "decomposed" else 1
@@ -147,33 +147,41 @@ def _fused(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]]
 
 
 def _specialized(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]], int, int]:
-    """Senders wait for nobody; adders take pieces of ADDED_ROWS rows, each behind the flags of all ranks for its tile."""
+    """Senders wait for nobody; adders take pieces of ADDED_ROWS rows, each behind the flags of all ranks for its tile.
+
+    `push_parts` sends each tile in two parts, which lie apart and have flags of their own.
+    """
+    parts = 2 if config.variant == "push_parts" else 1
     world, height = problem.world_size, config["block_m"]
     m_tiles, n_tiles = ceil_div(problem.shard_rows, height), ceil_div(problem.n, config["block_n"])
     down = height // ADDED_ROWS
 
-    def flag(source: int, block: int, tile: int) -> Flag:
-        return "tiles", (block * n_tiles + tile) * world + source
+    def flag(source: int, block: int, tile: int, part: int) -> Flag:
+        return "tiles", ((block * n_tiles + tile) * parts + part) * world + source
+
+    def span(unit: int, part: int) -> tuple[int, int]:
+        return part * m_tiles * n_tiles + unit, part * m_tiles * n_tiles + unit + 1
 
     tasks: list[list[Task]] = []
     for rank in range(world):
         own = []
         for owner, block, tile in _tiles(problem, config, rank):
             unit = block * n_tiles + tile
-            own.append(Task(sends=(Send(owner, flag(rank, block, tile), (unit, unit + 1)),)))
+            own += [Task(sends=(Send(owner, flag(rank, block, tile, part), span(unit, part)),)) for part in range(parts)]
         columns: dict[int, list[int]] = {}  # of tiles that are added up, by the first row of a piece
         for program in range(PROCESSORS):
             for piece in range(program, m_tiles * n_tiles * down, PROCESSORS):
                 block, tile = divmod(tiling.grouped(piece // down, m_tiles, n_tiles, config["group_m"]), n_tiles)
                 unit = block * n_tiles + tile
-                waits = tuple(Wait(source, flag(source, block, tile), 1) for source in range(world))
-                own.append(Task(waits, tuple((source, (unit, unit + 1)) for source in range(world))))
+                sources = [(source, part) for part in range(parts) for source in range(world)]
+                waits = tuple(Wait(source, flag(source, block, tile, part), 1) for source, part in sources)
+                own.append(Task(waits, tuple((source, span(unit, part)) for source, part in sources)))
                 columns.setdefault(block * height + piece % down * ADDED_ROWS, []).append(tile)
         for row, tiles in columns.items():
             rows = (min(row, problem.shard_rows), min(row + ADDED_ROWS, problem.shard_rows))
             own.append(Task(rows=rows, columns=tiles))
         tasks.append(own)
-    return tasks, height, m_tiles * n_tiles
+    return tasks, height, parts * m_tiles * n_tiles
 
 
 def _order(rank: int, world: int) -> list[int]:
