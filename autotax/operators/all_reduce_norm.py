@@ -30,6 +30,8 @@ LEAST_ROW_SCALE = 1 / (LARGEST * 512)
 """The smallest scale of quant `row`, as in vLLM."""
 LEAST_BLOCK = 1e-10
 """The smallest maximum magnitude of a block that quant `block` assumes, as in vLLM."""
+MOST = 8192
+"""Most rows."""
 REGISTERS = 65536
 """Registers of a processor, which its resident programs share."""
 
@@ -49,7 +51,7 @@ class AllReduceNorm(Problem):
     - `k`: x is the product of this rank's a [m, k] and b [hidden, k], which are given instead. 0: x is given.
     """
 
-    m: int = size("rows", most=8192, varying=True)
+    m: int = size("rows", most=MOST, varying=True)
     hidden: int = size("columns, a multiple of 8", most=16384)
     dtype: str = dtype()
     world_size: int = ranks()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
@@ -94,15 +96,16 @@ def fused(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
     constraints = (_held(problem, hardware), _room(problem, hardware), shared)
     space = VariantSpace("fused", parameters, constraints)
     split = parameters["split"][min(2, len(parameters["split"]) - 1)]
-    ways = ((64, 128, 5, 4, 1), (32, 256, 4, 4, 2), (64, 128, 8, 8, 1), (32, 128, 5, 4, 2), (64, 256, 5, 8, 1), (128, 64, 5, 8, 1))
+    names = ("block_n", "block_k", "num_stages", "num_warps", "per_processor")
+    ways = (
+        (64, 128, 8, 8, 1), (32, 256, 4, 4, 2), (64, 256, 6, 8, 1), (32, 128, 6, 4, 2), (64, 128, 5, 4, 1), (16, 256, 4, 4, 4)
+    )  # fmt: skip
     seeds: dict[Config, None] = {}
-    for loads in parameters["loads"]:
-        for n, k, stages, warps, programs in ways:
-            values: dict[str, Value] = {"block_n": n, "block_k": k, "num_stages": stages, "num_warps": warps, "per_processor": programs}
-            near = {name: min(allowed, key=lambda value: abs(int(value) - int(values[name]))) for name, allowed in parameters.items() if name in values}  # noqa: B023, E501
-            config = Config.of("fused", near | {"words": "blank", "split": split, "loads": loads})
-            if space.why_not(config) is None:
-                seeds[config] = None
+    for loads, way in itertools.product(parameters["loads"], ways):
+        near = {name: _nearest(parameters[name], value) for name, value in zip(names, way, strict=True)}
+        config = Config.of("fused", near | {"words": "blank", "split": split, "loads": loads})
+        if space.why_not(config) is None:
+            seeds[config] = None
     if not seeds:
         return None
     return VariantSpace("fused", parameters, constraints, tuple(seeds))
@@ -137,6 +140,10 @@ def _room(problem: AllReduceNorm, hardware: Hardware) -> Constraint:
         return programs == 1 or REGISTERS // (programs * threads) >= 32 + 2 * columns // threads
 
     return Constraint(("num_warps", "per_processor"), fits, "the programs do not fit in registers")
+
+
+def _nearest(allowed: tuple[Value, ...], value: int) -> Value:
+    return min(allowed, key=lambda each: abs(int(each) - value))
 
 
 def _resident(problem: AllReduceNorm, hardware: Hardware) -> list[tuple[int, int]]:

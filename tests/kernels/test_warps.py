@@ -16,7 +16,14 @@ TILES = [(64, 128), (64, 256), (128, 128), (128, 256)]
 
 
 def run(
-    world: int, sizes: list[int], n: int, tile: tuple[int, int], stages: int, interleaved: bool, with_addends: bool, first: int = 0
+    world: int,
+    sizes: list[int],
+    n: int,
+    tile: tuple[int, int],
+    stages: int,
+    interleaved: bool,
+    with_addends: bool,
+    first: int = 0,
 ) -> None:
     """Calls of sizes up to the first through the same inboxes and flags, all ranks side by side, compared with NumPy.
 

@@ -44,8 +44,8 @@ def reduce_plan(problem: GemmReduceScatter, config: Config) -> Plan:
     world = problem.world_size
     if config.variant in ("bsp", *named(problem.op).peers):  # the vendor's GEMM computes, the library exchanges
         return Plan([[Task(rows=(0, problem.out_rows), columns=(0,))] for _ in range(world)], problem.out_rows)
-    plans = {"push": _fused, "pull_reduce": _fused, "push_specialized": _specialized, "push_parts": _specialized, "decomposed": _decomposed}
-    tasks, height, units = plans[config.variant](problem, config)
+    plans = {"push": _fused, "pull_reduce": _fused, "decomposed": _decomposed}
+    tasks, height, units = plans.get(config.variant, _specialized)(problem, config)
     lines = ceil_div(problem.shard_rows, height)
     columns = ceil_div(problem.n, config["block_n"]) if config.variant != "decomposed" else 1
     replicated = problem.output == "replicated"

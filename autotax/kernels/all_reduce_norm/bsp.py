@@ -42,7 +42,7 @@ class AfterSum(NormKernel):
         super().__init__(problem, config, context)
         self.rows = int(config.values.get("rows", 1))
         self.constants |= {"ROWS": self.rows, "HIDDEN": problem.hidden}
-        self.sums = self.products if problem.k else self.room(problem)
+        self.sums = self.products if problem.k else self.unnormed(problem)
 
     def norm(self, total: Tensor, residual: Tensor, *others: Tensor, eps: float) -> None:
         m = self.problem.m

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -98,6 +99,10 @@ class Fused(OneShot):
     def units(self, problem: AllReduceNorm, config: Config) -> int:
         """See OneShot.units."""
         return max(ceil_div(problem.hidden, self.tiles.block_n), super().units(problem, config))
+
+    def unnormed(self, problem: AllReduceNorm) -> Tensor:  # noqa: ARG002
+        """None: the product stays in registers."""
+        return self.context.empty((0,), torch.int64)
 
     def addend(self, a: Tensor, b: Tensor) -> Any:
         """The operands: the kernel multiplies them."""

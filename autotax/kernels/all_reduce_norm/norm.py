@@ -169,9 +169,9 @@ class NormKernel(Kernel[AllReduceNorm]):
             "num_warps": config.values.get("num_warps", 8),
         }
         if problem.k:
-            self.products = self.room(problem)
+            self.products = self.unnormed(problem)
 
-    def room(self, problem: AllReduceNorm) -> Tensor:
+    def unnormed(self, problem: AllReduceNorm) -> Tensor:
         """Allocates memory for rows before their norm, [m, hidden]."""
         return self.context.empty((problem.m, problem.hidden), self.context.dtype(problem))
 

@@ -45,7 +45,6 @@ from autotax.kernels.primitives import EPOCH, flag_address, leave, settle
 from autotax.kernels.tiling import GROUP_ROWS, MOST_RANKS, PART_ROWS
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
-
 PIECES = gl.constexpr(2)
 """Parts of K."""
 
