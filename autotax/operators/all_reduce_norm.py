@@ -245,3 +245,9 @@ def _with_flashinfer(problem: AllReduceNorm, hardware: Hardware) -> bool:
 operator.peer("flashinfer", f"{_KERNELS}.peers:FlashInfer", where=_with_flashinfer)
 operator.peer("torch_one_shot", f"{_KERNELS}.peers:TorchOneShot", where=_with_torch, served=True)
 operator.peer("torch_two_shot", f"{_KERNELS}.peers:TorchTwoShot", where=_with_torch, served=True)
+operator.peer(
+    "torch_reduce_scatter",
+    f"{_KERNELS}.peers:TorchReduceScatter",
+    where=lambda problem, hardware: _with_torch(problem, hardware) and problem.m % problem.world_size == 0,
+    served=True,
+)

@@ -242,7 +242,7 @@ def digests_behind(world: World, problem: AllReduceNorm, config: Config, rows: t
         assert kernel.failure() is None, kernel.failure()
         parts = addends(each, list(Calls(each, 2 * seed, world.device)))
         torch.testing.assert_close(call.tensors[3].float(), sum(parts[1:], parts[0]), rtol=1e-2, atol=3e-2)
-        tensors = [tensor.view(torch.uint8).numpy().tobytes() for tensor in (call.tensors[3], call.tensors[-1], call.out)]
+        tensors = [tensor.view(torch.uint8).cpu().numpy().tobytes() for tensor in (call.tensors[3], call.tensors[-1], call.out)]
         digests.append(hashlib.sha256(b"".join(tensors)).hexdigest()[:16])
     context.heap.close()
     return digests
@@ -253,7 +253,7 @@ def test_products_summed_and_normed_by_one_kernel_have_equal_bits_on_all_ranks(r
     config = Config.of("fused", space_for(BEHIND, detect("cpu")).default("fused").values | {"words": words, "split": split})
     first, *others = ranks.run(digests_behind, BEHIND, config, (4, 1, 2, 4, 4, 1))
     assert others == [first] * (WORLD - 1)
-    said = ranks.run(conformance.note_without, BEHIND, config, 2, PATIENCE)
+    said = ranks.run(conformance.note_without, BEHIND, config, 2, 64)
     assert all(re.match(f"rank {rank} waited for flag .* of rank 2:", str(said[rank])) for rank in (0, 1))
 
 

@@ -57,7 +57,7 @@ class AfterSum(NormKernel):
         constants = self.constants | {"ADDED": False, "KEPT": False}
         self.context.launch(norm_kernel, (ceil_div(len(total), self.rows),), *arguments, **constants)
 
-    def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any]:
+    def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any] | None:
         """Any number of rows: the sum is computed with the sizes of the call."""
         return {"sums": self.sums[: smaller.m]}
 
