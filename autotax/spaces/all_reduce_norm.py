@@ -81,7 +81,7 @@ def fused(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
     tma = hardware.backend == "cuda" and problem.k % 8 == 0
     parameters: dict[str, tuple[Value, ...]] = {
         **exchange.parameters,
-        "block_n": (16, 32, 64, 128) if hardware.on_gpu else (16,),
+        "block_n": (16, 32, 64, 128) if hardware.on_gpu else (16, 64),
         "block_k": (64, 128, 256) if hardware.on_gpu else (32,),
         "num_stages": (2, 3, 4, 5, 6, 8) if hardware.on_gpu else (2,),
         "loads": ("tma", "pointer") if tma else ("pointer",),
@@ -96,19 +96,19 @@ def fused(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
     constraints = (_held(problem, hardware), _room(problem, hardware), shared)
     space = VariantSpace("fused", parameters, constraints)
     split = parameters["split"][min(2, len(parameters["split"]) - 1)]
-    names = ("block_n", "block_k", "num_stages", "num_warps", "per_processor")
-    ways = (
-        (64, 128, 8, 8, 1), (32, 256, 4, 4, 2), (64, 256, 6, 8, 1), (32, 128, 6, 4, 2), (64, 128, 5, 4, 1), (16, 256, 4, 4, 4)
-    )  # fmt: skip
-    seeds: dict[Config, None] = {}
+    names = ("block_n", "block_k", "num_warps", "per_processor")
+    ways = ((64, 128, 8, 1), (32, 256, 4, 2), (64, 256, 8, 1), (32, 128, 4, 2), (64, 128, 4, 1), (16, 256, 4, 4), (32, 64, 1, 1))
+    seeds = []
     for loads, way in itertools.product(parameters["loads"], ways):
         near = {name: _nearest(parameters[name], value) for name, value in zip(names, way, strict=True)}
-        config = Config.of("fused", near | {"words": "blank", "split": split, "loads": loads})
-        if space.why_not(config) is None:
-            seeds[config] = None
+        deep = (
+            Config.of("fused", near | {"words": "blank", "split": split, "loads": loads, "num_stages": stages})
+            for stages in parameters["num_stages"][::-1]
+        )
+        seeds += [config for config in deep if space.why_not(config) is None][:1]
     if not seeds:
         return None
-    return VariantSpace("fused", parameters, constraints, tuple(seeds))
+    return VariantSpace("fused", parameters, constraints, tuple(dict.fromkeys(seeds)))
 
 
 def push(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:

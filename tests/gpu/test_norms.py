@@ -68,7 +68,7 @@ def test_every_output_is_the_same_bits_on_all_ranks_for_any_rows(ranks: Ranks, w
 FUSED: dict[str, dict[str, Value]] = {
     "blank words": {"words": "blank", "split": 4},
     "words of calls": {"words": "epoch", "split": 1},
-    "two programs, pointers": {"words": "blank", "split": 2, "loads": "pointer", "per_processor": 2, "block_n": 32, "num_stages": 4},
+    "pointers": {"words": "blank", "split": 2, "loads": "pointer", "per_processor": 2, "block_n": 32, "num_stages": 4},
 }
 
 
