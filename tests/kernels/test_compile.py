@@ -77,6 +77,12 @@ NORMS: dict[str, Problem] = {
     "hip:gfx942": AllReduceNorm(64, 8192, "bf16", 8, quant="row"),
     "hip:gfx950": AllReduceNorm(3, 264, "fp32", 4, quant="tensor", offset=1),
 }
+BEHIND: dict[str, Problem] = {
+    "cuda:90": AllReduceNorm(16, 8192, "bf16", 2, quant="block", k=4096),
+    "cuda:100": AllReduceNorm(3, 264, "fp16", 4, "none", k=72),
+    "hip:gfx942": AllReduceNorm(64, 5120, "bf16", 8, quant="row", k=2560),
+}
+"""Norms behind a product."""
 FEW_ROWS: dict[str, Problem] = {
     "cuda:90": GemmReduceScatter(64, 8192, 2560, "bf16", "replicated", 4, "kn"),
     "cuda:100": GemmReduceScatter(16, 7168, 768, "fp32", "scattered", 8),
@@ -121,6 +127,11 @@ JOBS += [
         next(seed for seed in space_for(problem, known_hardware(target)).variants["words"].seeds if seed["shots"] == shots)
         for shots in (("one", "two") if target == "cuda:90" else ("one",))
     )
+]
+JOBS += [
+    (target, problem, config)
+    for target, problem in BEHIND.items()
+    for config in some_configs(target, problem, "fused")
 ]
 PACKETS = AllGatherGemm(64, 7168, 8192, "bf16", "m", 8)
 """A problem of `push_packets`. It also compiles on targets where the search uses `push_words` instead."""
