@@ -317,8 +317,8 @@ class RowParallelLinear(ParallelLinear):
     ) -> tuple[Tensor, ...]:
         """The layer, and the norm of its result and the residual, quantised as the module `norm` says.
 
-        Runs the layer with the residual and then the norm, or the product and then the norm module with its sum, or one kernel:
-        whichever was fastest for this number of rows when the layer was prepared. torch.compile takes one of the first two.
+        Runs the layer with the residual and then the norm, or the product and then the norm module with its sum, or one kernel.
+        Takes the way that was fastest for this number of rows when the layer was prepared; torch.compile one of the first two.
 
         Args:
             x: As in a call of the layer.
