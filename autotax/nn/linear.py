@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -318,7 +317,7 @@ class RowParallelLinear(ParallelLinear):
         """The layer, and the norm of its result and the residual, quantised as the module `norm` says.
 
         Runs the layer with the residual and then the norm, or the product and then the norm module with its sum, or one kernel.
-        Takes the way that was fastest for this number of rows when the layer was prepared; torch.compile one of the first two.
+        Takes the way that was fastest for this number of rows when the layer was prepared.
 
         Args:
             x: As in a call of the layer.
@@ -338,10 +337,11 @@ class RowParallelLinear(ParallelLinear):
             raise UsageError(NO_BACKWARD)
         first, norm = self._like[0] if self._like else self, self._norm[0]
         rows = math.prod(x.shape[:-1])
-        if first._whole and not is_compiling() and rows:
-            whole = next((kernel for most, kernel in first._whole.items() if rows <= most), None)
-            if whole:
-                return first._in_one(whole, norm, x, self.weight, norm_weight, residual, scale)
+        if rows and any(rows <= most for most in first._whole):
+            if is_compiling():
+                every = torch.ops.autotax.linear_all_reduce_normed(x, self.weight, norm_weight, first.handle, residual, scale)
+                return tuple(every)
+            return first.in_one(x, self.weight, norm_weight, residual, scale)
         if next((apart for most, apart in first._apart.items() if rows <= most), False):
             return norm(self._product(x), norm_weight, residual, scale)
         return norm.of_sums(self(x, None, residual), norm_weight, scale)
@@ -361,17 +361,11 @@ class RowParallelLinear(ParallelLinear):
         if self._norm and not self._like:
             self._apart = self._measured(self._norm[0])
 
-    def _in_one(
-        self,
-        kernel: Any,
-        norm: AllReduceNorm,
-        x: Tensor,
-        weight: Tensor,
-        norm_weight: Tensor,
-        residual: Tensor | None,
-        scale: Tensor | None,
+    def in_one(
+        self, x: Tensor, weight: Tensor, norm_weight: Tensor, residual: Tensor | None, scale: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """`normed` by one kernel."""
+        """`normed` by one kernel, for a number of rows for which that is fastest."""
+        norm = self._norm[0]
         _, index, check = self._guards
         with on_device(index):
             if check:
@@ -380,6 +374,7 @@ class RowParallelLinear(ParallelLinear):
             tensors = norm.usable(torch.Size(shape), {"weight": norm_weight, "residual": residual, "scale": scale})
             filled = {name: x.new_empty(size, dtype=dtype) for name, (size, dtype) in norm.forms(torch.Size(shape))[1].items()}
             a, *others = in_order(x=x, **tensors, **filled)
+            kernel = next(kernel for most, kernel in self._whole.items() if len(a) <= most)
             with self._guards[0]:
                 kernel.fitted(replace(kernel.problem, m=len(a)))(a, weight, *others, eps=norm.eps)
         return tuple(filled.values())
@@ -515,8 +510,9 @@ class LinearAllReduce(RowParallelLinear):
                 self._apart = {rows: apart}
                 us.append(self._microseconds(lambda: self.normed(x, weight, residual, scale)))  # noqa: B023
             if rows in made:
-                call = partial(self._in_one, made[rows], norm, x, self.weight.detach(), weight, residual, scale)
-                us.append(self._microseconds(call))
+                self._whole = {rows: made[rows]}
+                us.append(self._microseconds(lambda: self.normed(x, weight, residual, scale)))  # noqa: B023
+                self._whole = {}
             slowest = [max(times) for times in zip(*self._world.gather(us, list[float]), strict=True)]
             found[rows] = slowest[0] <= slowest[1]
             if slowest.index(min(slowest)) == 2:

@@ -265,7 +265,7 @@ def layers_of(world: World, path: str) -> list[bool]:
     shared = torch.Generator().manual_seed(9)
     residual, norm_weight = (torch.randn(*size, generator=shared).bfloat16() for size in ((3, BEHIND.hidden), (BEHIND.hidden,)))
     norm = AllReduceNormModule(BEHIND.hidden, BEHIND.m, quant=BEHIND.quant, device="cpu", db=path)
-    layer = LinearAllReduce(weight, None, BEHIND.m, sizes=[BEHIND.m], db=path, norm=norm)
+    layer = LinearAllReduce(torch.nn.Parameter(weight, requires_grad=False), None, BEHIND.m, sizes=[BEHIND.m], db=path, norm=norm)
     ran = list(layer._whole)
     apart = layer.normed(x, norm_weight, residual)
     layer._whole = {BEHIND.m: next(each for each in layer._prepared.operators if each.problem == BEHIND)}  # type: ignore[union-attr]
@@ -273,6 +273,9 @@ def layers_of(world: World, path: str) -> list[bool]:
     torch.testing.assert_close(new_residual, apart[1], rtol=1e-2, atol=0.2)
     one, other = (codes.float() * each.repeat_interleave(128, 1) for codes, each in ((y, scales), (apart[0], apart[2])))
     torch.testing.assert_close(one, other, rtol=0.1, atol=0.1)
+    compiled = torch.compile(layer.normed, backend="aot_eager", fullgraph=True)(x, norm_weight, residual)
+    for one, other in zip(compiled, (y, new_residual, scales), strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
     with pytest.raises(UsageError, match="residual is "):
         layer.normed(x, norm_weight, residual[:2])
     assert layer.failure() is None
