@@ -112,21 +112,23 @@ def fused(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
 
 
 def push(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
-    """Parameters: rows per block, how many blocks sending is ahead, one trip or two. None for few rows."""
+    """Parameters: rows per block, how many blocks sending is ahead, one trip or two, when flags are set. None for few rows."""
     if problem.world_size == 1 or (problem.m < FEWEST_ROWS and hardware.on_gpu):
         return None
     parameters: dict[str, tuple[Value, ...]] = {
         "shots": ("one", "two") if problem.world_size == 2 else ("two", "one"),
         "rows": (1, 2, 4, 8, 16) if hardware.on_gpu else (1, 2),
         "ahead": (1, 2, 4, 64),
+        "signals": ("at_once", "late"),
         "num_warps": _warps(hardware),
         "per_processor": (1, 2, 4) if hardware.on_gpu else (1,),
     }
     ways = ((2, 2, 16, 1), (1, 2, 16, 1), (4, 1, 16, 1), (2, 2, 8, 1), (1, 4, 8, 2), (4, 64, 16, 1))
     seeds = [
-        Config.of("push", shots=shots, rows=rows, ahead=ahead, num_warps=warps, per_processor=programs)
-        for shots in parameters["shots"]
+        Config.of("push", shots=shots, rows=rows, ahead=ahead, signals=signals, num_warps=warps, per_processor=programs)
         for rows, ahead, warps, programs in ways
+        for shots in parameters["shots"]
+        for signals in ("late", "at_once")
     ]
     return VariantSpace("push", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
 

@@ -29,8 +29,8 @@ WAYS: dict[str, tuple[str, dict[str, Value]]] = {
     "words of calls": ("one_shot", {"words": "epoch", "split": 2, "num_warps": 8, "per_processor": 1}),
     "two shots": ("two_shot", {"words": "blank", "num_warps": 8, "per_processor": 2}),
     "two shots, words of calls": ("two_shot", {"words": "epoch", "num_warps": 16, "per_processor": 1}),
-    "push": ("push", {"shots": "one", "rows": 2, "ahead": 2, "num_warps": 16, "per_processor": 1}),
-    "push, two shots": ("push", {"shots": "two", "rows": 1, "ahead": 2, "num_warps": 8, "per_processor": 2}),
+    "push": ("push", {"shots": "one", "rows": 2, "ahead": 2, "signals": "late", "num_warps": 16, "per_processor": 1}),
+    "push, two shots": ("push", {"shots": "two", "rows": 1, "ahead": 2, "signals": "late", "num_warps": 8, "per_processor": 2}),
     "bsp": ("bsp", {"rows": 1, "num_warps": 8}),
 }
 QUANTS = ("none", "tensor", "row", "block")
