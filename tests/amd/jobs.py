@@ -65,6 +65,8 @@ def jobs(targets: list[str]) -> Iterator[Job]:
         values = space_for(PACKETS, hardware(target, 2)).default("push_packets").values
         yield target, PACKETS, Config.of("push_packets", values | IN_PARTS)
         yield target, SHARED_ROWS, Config.of("one_shot", words="epoch", split=2, num_warps=1, per_processor=1)
+        late: dict[str, Value] = {"shots": "two", "rows": 1, "ahead": 1, "signals": "late", "num_warps": 1, "per_processor": 1}
+        yield target, SHARED_ROWS, Config.of("push", late)
         for problem in (*PROBLEMS, NARROW) if target == "hip:gfx942" else PROBLEMS:
             space = space_for(problem, hardware(target, problem.world_size))
             for name in space.variants:
