@@ -9,7 +9,7 @@ from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import Hardware
 from autotax.operators.all_reduce_norm import REGISTERS, AllReduceNorm
-from autotax.spaces.pipeline import blocks_held, lanes
+from autotax.spaces.pipeline import lanes
 
 MOST_WORDS = 1 << 21
 """Most words that a rank sends to another in one trip: 16 MiB."""
@@ -82,29 +82,33 @@ def fused(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
     parameters: dict[str, tuple[Value, ...]] = {
         **exchange.parameters,
         "block_n": (16, 32, 64, 128) if hardware.on_gpu else (16, 64),
-        "block_k": (64, 128, 256) if hardware.on_gpu else (32,),
+        "block_k": (64, 128, 256, 512) if hardware.on_gpu else (32,),
         "num_stages": (2, 3, 4, 5, 6, 8) if hardware.on_gpu else (2,),
-        "loads": ("tma", "pointer") if tma else ("pointer",),
+        "loads": ("pointer", "tma") if tma else ("pointer",),
+        "weights": ("kept", "passing"),
+        "columns": ("straight", "turned"),
     }
     rows = max(16, power_of_two(problem.m))
 
     def fits(n: int, k: int, stages: int, programs: int) -> bool:
-        held = blocks_held(hardware, stages) * (rows + n) * k * problem.item_size
+        held = (stages - 1) * (rows + n) * k * problem.item_size  # these products take one block from registers
         return programs * (held + BARRIERS) <= hardware.shared_memory
 
     shared = Constraint(("block_n", "block_k", "num_stages", "per_processor"), fits, "the pipelines do not fit in shared memory")
-    constraints = (_held(problem, hardware), _room(problem, hardware), shared)
+    read = Constraint(
+        ("loads", "weights"), lambda loads, weights: loads == "pointer" or weights == "kept", "only pointers load passing weights"
+    )
+    constraints = (_held(problem, hardware), _room(problem, hardware), shared, read)
     space = VariantSpace("fused", parameters, constraints)
     split = parameters["split"][min(2, len(parameters["split"]) - 1)]
     names = ("block_n", "block_k", "num_warps", "per_processor")
-    ways = ((64, 128, 8, 1), (32, 256, 4, 2), (64, 256, 8, 1), (32, 128, 4, 2), (64, 128, 4, 1), (16, 256, 4, 4), (32, 64, 1, 1))
+    ways = ((64, 128, 4, 1), (64, 256, 8, 1), (32, 256, 4, 2), (32, 512, 4, 2), (64, 128, 8, 1), (32, 64, 1, 1))
+    reads = (("pointer", "passing", "turned"), ("pointer", "kept", "straight"), ("tma", "kept", "turned"))
     seeds = []
-    for loads, way in itertools.product(parameters["loads"], ways):
+    for way, (loads, weights, columns) in itertools.product(ways, reads):
         near = {name: _nearest(parameters[name], value) for name, value in zip(names, way, strict=True)}
-        deep = (
-            Config.of("fused", near | {"words": "blank", "split": split, "loads": loads, "num_stages": stages})
-            for stages in parameters["num_stages"][::-1]
-        )
+        rest = {"words": "blank", "split": split, "loads": loads, "weights": weights, "columns": columns}
+        deep = (Config.of("fused", near | rest | {"num_stages": stages}) for stages in parameters["num_stages"][::-1])
         seeds += [config for config in deep if space.why_not(config) is None][:1]
     if not seeds:
         return None

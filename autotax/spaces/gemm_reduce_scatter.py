@@ -309,20 +309,17 @@ def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantS
 
 MOST_WAVES = 2
 """Most waves of tiles for `push_parts`: with more, sending hides behind the product of later waves without cutting K."""
-EIGHTHS = (1, 2, 3, 4)
-"""Eighths of K that its first part may have."""
 
 
 def push_parts(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
-    """The tiles of `push_specialized` with two groups, and the share of K in its first part. None where tiles are many waves."""
+    """The tiles of `push_specialized` with two groups. None where tiles are many waves."""
     whole = push_specialized(problem, hardware)
     tiles = problem.world_size * ceil_div(problem.shard_rows, BLOCKS_M[-1]) * ceil_div(problem.n, BLOCKS_N[-1])
-    if whole is None or problem.world_size == 1 or problem.k < 8 * BLOCK_K or tiles > MOST_WAVES * hardware.processors:
+    if whole is None or problem.world_size == 1 or problem.k < 4 * BLOCK_K or tiles > MOST_WAVES * hardware.processors:
         return None
-    parameters = {**whole.parameters, "block_m": BLOCKS_M[-1:], "first": EIGHTHS}
+    parameters = {**whole.parameters, "block_m": BLOCKS_M[-1:]}
     seeds = [
-        Config.of("push_parts", seed.values | {"first": first})
-        for first in (3, 4, 2)
+        Config.of("push_parts", seed.values)
         for seed in sorted(whole.seeds, key=lambda seed: -int(seed["block_n"]))
         if seed["block_m"] == BLOCKS_M[-1]
     ]

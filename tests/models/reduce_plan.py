@@ -149,18 +149,18 @@ def _fused(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]]
 def _specialized(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]], int, int]:
     """Senders wait for nobody; adders take pieces of ADDED_ROWS rows, each behind the flags of all ranks for its tile.
 
-    `push_parts` sends each tile in two parts, which lie apart and have flags of their own.
+    `push_parts` sends each piece of a tile with a flag of its own.
     """
-    parts = 2 if config.variant == "push_parts" else 1
     world, height = problem.world_size, config["block_m"]
     m_tiles, n_tiles = ceil_div(problem.shard_rows, height), ceil_div(problem.n, config["block_n"])
     down = height // ADDED_ROWS
+    parts = down if config.variant == "push_parts" else 1
 
     def flag(source: int, block: int, tile: int, part: int) -> Flag:
         return "tiles", ((block * n_tiles + tile) * parts + part) * world + source
 
     def span(unit: int, part: int) -> tuple[int, int]:
-        return part * m_tiles * n_tiles + unit, part * m_tiles * n_tiles + unit + 1
+        return unit * parts + part, unit * parts + part + 1
 
     tasks: list[list[Task]] = []
     for rank in range(world):
@@ -173,9 +173,9 @@ def _specialized(problem: GemmReduceScatter, config: Config) -> tuple[list[list[
             for piece in range(program, m_tiles * n_tiles * down, PROCESSORS):
                 block, tile = divmod(tiling.grouped(piece // down, m_tiles, n_tiles, config["group_m"]), n_tiles)
                 unit = block * n_tiles + tile
-                sources = [(source, part) for part in range(parts) for source in range(world)]
-                waits = tuple(Wait(source, flag(source, block, tile, part), 1) for source, part in sources)
-                own.append(Task(waits, tuple((source, span(unit, part)) for source, part in sources)))
+                part = piece % down % parts
+                waits = tuple(Wait(source, flag(source, block, tile, part), 1) for source in range(world))
+                own.append(Task(waits, tuple((source, span(unit, part)) for source in range(world))))
                 columns.setdefault(block * height + piece % down * ADDED_ROWS, []).append(tile)
         for row, tiles in columns.items():
             rows = (min(row, problem.shard_rows), min(row + ADDED_ROWS, problem.shard_rows))

@@ -21,20 +21,53 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
+from autotax.kernels.all_gather_gemm.products import load_tile
 from autotax.kernels.all_gather_gemm.tiles import TileOptions
 from autotax.kernels.all_reduce_norm.norm import given_factor
 from autotax.kernels.all_reduce_norm.one_shot import OneShot, clean_rows, norm_rows
 from autotax.kernels.all_reduce_norm.packets import packed_numbers, slot_of
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.exchange import distances
-from autotax.kernels.gemm_reduce_scatter.product import multiplied
-from autotax.kernels.primitives import LIMIT
+from autotax.kernels.primitives import LIMIT, dot
 from autotax.kernels.residency import gdc_wait
 from autotax.kernels.whole_words import store_whole
 from autotax.operators.all_reduce_norm import AllReduceNorm
 
+EVICT = {"kept": "", "passing": "evict_first"}
+"""Eviction policies of weights in the L2, where pointers load them."""
 LEAST_ROWS = 16
 """Rows of a tile at least: those that tensor cores multiply."""
+
+
+@triton.jit
+def streamed(b, col, at, n, k, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr):
+    """`load_tile` by pointers, for elements that are read once. WHOLE: no block reaches beyond the matrix."""
+    r = col + tl.arange(0, ROWS)
+    c = at + tl.arange(0, COLS)
+    there = tl.multiple_of(b + r.to(tl.int64)[:, None] * k + c[None, :], (2, ALIGNED * 2))
+    if WHOLE:
+        return tl.load(there, eviction_policy=EVICT)
+    else:  # noqa: RET505 - decided when compiled
+        return tl.load(there, mask=(r < n)[:, None] & (c < k)[None, :], other=0.0, eviction_policy=EVICT)
+
+
+@triton.jit
+def tile_of_rows(
+    a, b, m, col, n, k, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    ALIGNED_K: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """A @ B[col:].T for all rows of A. Begins with the shift-th block of K, so that programs read different columns at a time."""
+    blocks = tl.cdiv(k, BLOCK_K)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in range(0, blocks):
+        at = (step + shift) % blocks * BLOCK_K
+        x = load_tile(a, 0, at, m, k, k, BLOCK_M, BLOCK_K, TMA, ALIGNED_K)
+        if TMA:  # noqa: SIM108 - decided when compiled
+            y = b.load([col, at])
+        else:
+            y = streamed(b, col, at, n, k, BLOCK_N, BLOCK_K, ALIGNED_K, WHOLE, EVICT)
+        acc = dot(x, y.T, acc, TARGET)
+    return acc
 
 
 @triton.jit(do_not_specialize=["rank", "m", "eps"])
@@ -43,6 +76,7 @@ def fused_kernel(
     WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, SPLIT: tl.constexpr,
     PART: tl.constexpr, SENT: tl.constexpr, HELD: tl.constexpr, COLS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED_K: tl.constexpr,
+    WHOLE: tl.constexpr, EVICT: tl.constexpr, TURNED: tl.constexpr,
     OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """`a` [m, k] and `b` [HIDDEN, k] are pointers, or TMA descriptors of blocks. BLOCK_M is at least m. See `one_shot_kernel`."""
@@ -61,10 +95,10 @@ def fused_kernel(
     index = tl.arange(0, BLOCK_M * ACROSS)
     row = index // ACROSS
     for tile in tl.range(program, tl.cdiv(HIDDEN, BLOCK_N), programs):
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        acc = multiplied(
-            acc, a, 0, m, b, tile * BLOCK_N, HIDDEN, k, 0, k, False, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED_K, 8, TARGET
-        )
+        acc = tile_of_rows(
+            a, b, m, tile * BLOCK_N, HIDDEN, k, program if TURNED else 0,
+            BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED_K, WHOLE, EVICT, TARGET,
+        )  # fmt: skip
         words = packed_numbers(tl.reshape(acc, [BLOCK_M * BLOCK_N]), epoch, WIDE, TYPE, TARGET)
         word = tile * ACROSS + index % ACROSS
         inside = (row < m) & (word < WIDTH)
@@ -93,6 +127,9 @@ class Fused(OneShot):
             "BLOCK_K": tiles.block_k,
             "TMA": tiles.tma,
             "ALIGNED_K": math.gcd(problem.k, 16),
+            "WHOLE": problem.hidden % tiles.block_n == 0 == problem.k % tiles.block_k,
+            "EVICT": EVICT[config["weights"]],
+            "TURNED": config["columns"] == "turned",
             "num_stages": config["num_stages"],
         }
 

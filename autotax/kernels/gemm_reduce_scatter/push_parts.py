@@ -1,17 +1,23 @@
-"""push_parts: `push_specialized` for few tiles. K is cut in two, and the products of both parts travel and are added up apart.
+"""push_parts: `push_specialized` for few tiles. K is cut in two halves, which a rank adds up before it sends their sum.
 
 Where all tiles are one wave, none is complete before the last, and sending and adding follow the product. With K cut all programs
-first compute parts of tiles of other ranks, and send them while they compute this rank's own. The first part is the shorter one: a
-program with a short part of another rank's tile has a long one of its own, and the reverse. So half of what is sent can leave
-early, and the links are busy until the product ends. They carry twice the bytes.
+first compute the halves of tiles of other ranks. The halves of a tile meet in memory of the rank that computes them. The adding
+warps add them up and store the sum at its owner while this rank's tiles are computed. Then they add up the halves of this rank's
+tiles and the sums of the other ranks, in float32 and in the order of the ranks.
 
-Waits and slots: see `push_specialized`. Each part of a tile has a flag of its own.
+Waits: loaders and multiplying groups wait for each other, senders for the groups of their program, none of them for another
+program. Adders first wait for halves of this rank, which senders of this rank announce. Then they wait for sums of other ranks,
+whose adders waited for halves only. All programs are resident, one a processor. So every wait ends.
+
+Halves have one slot: a call writes them after the previous kernel of the stream, which read them, has ended. The inbox of sums has
+two slots, as in `push_specialized`. Each flag has one writer, which sets it to the number of the call.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,47 +41,41 @@ from autotax.kernels.all_gather_gemm.roles import (
     load_parts,
     reinterpret,
     store_block,
+    wait_first,
 )
-from autotax.kernels.all_gather_gemm.views import layout_of, padded
+from autotax.kernels.all_gather_gemm.views import layout_of
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends
 from autotax.kernels.gemm_reduce_scatter.push_specialized import MOST_REGISTERS
-from autotax.kernels.gemm_reduce_scatter.warps import add_tiles, poll_tiles, stage_part, tile_at
-from autotax.kernels.primitives import EPOCH, flag_address, leave, settle
-from autotax.kernels.tiling import GROUP_ROWS, MOST_RANKS, PART_ROWS
+from autotax.kernels.gemm_reduce_scatter.warps import PIECE_ROWS, stage_part, tile_at
+from autotax.kernels.primitives import EPOCH, flag_address, leave, settle, translate
+from autotax.kernels.tiling import GROUP_ROWS, PART_ROWS
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
-PIECES = gl.constexpr(2)
-"""Parts of K."""
+HALVES = gl.constexpr(2)
 
 
 @gluon.jit
-def piece_of(item, share, WORLD: gl.constexpr, FIRST: gl.constexpr):
-    """The part of an item, and its columns of K from ... to. Items 2 t and 2 t + 1 are the parts of tile t. The first part has
-    FIRST eighths of K.
-    """
-    _, _, _, cols, m_tiles, n_tiles = share
-    blocks = gl.cdiv(cols, BLOCK_K)
-    cut = blocks * FIRST // 8 * BLOCK_K
-    part = item % PIECES
-    if item >= PIECES * (WORLD - 1) * m_tiles * n_tiles:
-        part = 1 - part
-    return part, part * cut, cut + part * (blocks * BLOCK_K - cut)
+def columns_of(item, cols):
+    """The columns of K of an item, from ... to. Items 2 t and 2 t + 1 are the halves of tile t."""
+    cut = gl.cdiv(cols, HALVES * BLOCK_K) * BLOCK_K
+    half = item % HALVES
+    return half * cut, cut + half * (gl.cdiv(cols, BLOCK_K) * BLOCK_K - cut)
 
 
 @gluon.jit
-def load_pieces(
-    a, b, buffers, share, FIRST: gl.constexpr,
+def load_halves(
+    a, b, buffers, share,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loader, as `warps.load_tiles`."""
     x, y, full, empty = buffers
-    items, rank, rows, _, m_tiles, n_tiles = share
+    items, rank, rows, cols, m_tiles, n_tiles = share
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        hop, block, tile = tile_at(item // PIECES, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
+        hop, block, tile = tile_at(item // HALVES, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
         row = (rank + hop) % WORLD * rows + block * (GROUPS * X_ROWS)
-        _, start, end = piece_of(item, share, WORLD, FIRST)
+        start, end = columns_of(item, cols)
         for at in range(start, end, BLOCK_K):
             stage = turn % STAGES
             mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
@@ -87,17 +87,18 @@ def load_pieces(
 
 
 @gluon.jit
-def multiply_pieces(
-    GROUP: gl.constexpr, stagings, staged, drained, buffers, share, FIRST: gl.constexpr, WORLD: gl.constexpr,
+def multiply_halves(
+    GROUP: gl.constexpr, stagings, staged, drained, buffers, share,
     GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """One group of warps, as `warps.multiply_tiles`."""
     x, y, full, empty = buffers
+    items, _, _, cols, _, _ = share
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
     turn = 0
     sent = 0
-    for item in range(gl.program_id(0), share[0], gl.num_programs(0)):
-        _, start, end = piece_of(item, share, WORLD, FIRST)
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        start, end = columns_of(item, cols)
         one = gl.zeros([X_ROWS, WIDE], gl.float32, layout)
         two = gl.zeros([X_ROWS, WIDE], gl.float32, layout)
         for at in range(start, end, BLOCK_K):
@@ -125,21 +126,28 @@ def multiply_pieces(
 
 
 @gluon.jit
-def send_pieces(
-    boxes, stagings, staged, drained, flags, bases, epoch, share, FIRST: gl.constexpr,
+def publish(flag, epoch, TARGET: gl.constexpr):
+    """Sets a flag of any rank behind all stores of this partition of warps."""
+    settle(TARGET)
+    gl.inline_asm_elementwise("fence.acq_rel.sys;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.atomic_xchg(flag, epoch, sem="relaxed", scope="sys")
+
+
+@gluon.jit
+def store_halves(
+    view, stagings, staged, drained, flags, epoch, share,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """The sender, as `warps.send_tiles`. `boxes` are views [2 * PIECES * WORLD, rows, n]; flags are [row of tiles, tile of the row,
-    part, source].
+    """The sender, as `warps.send_tiles`: stores halves in `view` [half * WORLD + hop, rows, n]. Flags are [hop, row of tiles, tile of
+    the row, half].
     """
-    items, rank, _, _, m_tiles, n_tiles = share
-    layout: gl.constexpr = boxes[0].layout
-    dtype: gl.constexpr = boxes[0].dtype
+    items, _, _, _, m_tiles, n_tiles = share
+    layout: gl.constexpr = view.layout
+    dtype: gl.constexpr = view.dtype
     sent = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        hop, block, tile = tile_at(item // PIECES, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
-        piece, _, _ = piece_of(item, share, WORLD, FIRST)
-        source = piece * WORLD + rank
+        hop, block, tile = tile_at(item // HALVES, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
+        half = item % HALVES
         for step in range(PARTS * GROUPS):
             part = step // GROUPS
             group = step % GROUPS
@@ -147,9 +155,7 @@ def send_pieces(
             row = (block * GROUPS + group) * X_ROWS
             col = (tile * PARTS + part) * WIDE
             stage = reinterpret(stagings.index(group), dtype, [1, 1, X_ROWS, WIDE], layout).index(0)
-            for to in gl.static_range(WORLD):
-                if hop == to:
-                    store_block(boxes[to], [(epoch & 1) * (PIECES * WORLD) + source, row, col], stage)
+            store_block(view, [half * WORLD + hop, row, col], stage)
             tma.store_wait(0)  # until the staged part has been read
             mbarrier.arrive(drained.index(group))
         sent += PARTS
@@ -157,24 +163,112 @@ def send_pieces(
         gl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0;\nfence.proxy.async;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
-        settle(TARGET)
-        gl.inline_asm_elementwise("fence.acq_rel.sys;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        index = (block * n_tiles + tile) * (PIECES * WORLD) + source
-        gl.atomic_xchg(flag_address(flags, index, bases, rank, (rank + hop) % WORLD), epoch, sem="relaxed", scope="sys")
+        publish(flags + ((hop * m_tiles + block) * n_tiles + tile) * HALVES + half, epoch, TARGET)
 
 
 @gluon.jit
-def scatter_pieces(
-    a, b, boxes, out, bias, residual, added, box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
-    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
-    FIRST: gl.constexpr, TARGET: gl.constexpr,
+def remote_piece(
+    piece, m_tiles, n_tiles, WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr
 ):  # fmt: skip
-    """Runs a program's part of a call, as `warps.scatter_tiles` for two groups. `box` is [2, part, source, room, n]."""
-    SOURCES: gl.constexpr = PIECES * WORLD
+    """Returns (hop, row of tiles, tile of the row, piece of the tile) of a piece of other ranks' rows, in the order of tiles."""
+    down: gl.constexpr = HIGH // PIECE_ROWS
+    hop, block, tile = tile_at(piece // down, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
+    return hop, block, tile, piece % down
+
+
+@gluon.jit
+def poll_pieces(
+    flags, sum_flags, epoch, control, there, taken, share,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """The poller: for each piece, waits until its halves have come, and for this rank's rows also the sums of the other ranks."""
+    _, rank, _, _, m_tiles, n_tiles = share
+    down: gl.constexpr = HIGH // PIECE_ROWS
+    pieces = m_tiles * n_tiles * down
+    turn = 0
+    for piece in range(gl.program_id(0), WORLD * pieces, gl.num_programs(0)):
+        hop, block, tile, within = remote_piece(piece, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M, HIGH)
+        ready = 0
+        while ready < HALVES:
+            index = ((hop * m_tiles + block) * n_tiles + tile) * HALVES + ready
+            ready += wait_first(flags, index, HALVES - ready, rank, epoch, control, 1, TARGET)
+        if hop == 0:
+            ready = 1
+            while ready < WORLD:
+                index = ((block * n_tiles + tile) * down + within) * WORLD + ready
+                ready += wait_first(sum_flags, index, WORLD - ready, (rank + ready) % WORLD, epoch, control, 1, TARGET)
+        mbarrier.wait(taken, (turn & 1) ^ 1)
+        mbarrier.arrive(there)
+        turn += 1  # noqa: SIM113
+
+
+@gluon.jit
+def sum_of_halves(halves, hop, at, inside, size, WORLD: gl.constexpr):
+    """The float32 sum of both halves of a piece. Bypasses the L1, because nothing invalidates it for these warps."""
+    first = halves + gl.cast(hop, gl.int64) * size
+    one = gl.load(first + at, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
+    return one + gl.load(first + WORLD * size + at, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
+
+
+@gluon.jit
+def add_pieces(
+    out, bias, residual, added, halves, box, sum_flags, bases, room, n, m, epoch, there, taken, share,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """The adders. `halves` are [half, hop, room, n], `box` [2, source, room, n], n a multiple of 8. Flags of sums are [piece, hops
+    from the owner to the source].
+    """
+    _, rank, rows, _, m_tiles, n_tiles = share
+    n = n // 8 * 8  # shows the compiler the alignment
+    size = gl.cast(room, gl.int64) * n
+    down: gl.constexpr = HIGH // PIECE_ROWS
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [4, 1], [1, 0])
+    turn = 0
+    for piece in range(gl.program_id(0), WORLD * m_tiles * n_tiles * down, gl.num_programs(0)):
+        hop, block, tile, within = remote_piece(piece, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M, HIGH)
+        r = block * HIGH + within * PIECE_ROWS + gl.arange(0, PIECE_ROWS, layout=gl.SliceLayout(1, layout))
+        c = tile * WIDE + gl.arange(0, WIDE, layout=gl.SliceLayout(0, layout))
+        inside = (r < rows)[:, None] & (c < n)[None, :]
+        at = r.to(gl.int64)[:, None] * n + c[None, :]
+        mbarrier.wait(there, turn & 1)
+        settle(TARGET)  # else the poller could end the next phase before all four warps have seen this one
+        mbarrier.arrive(taken)
+        own = sum_of_halves(halves, hop, at, inside, size, WORLD)
+        slot = box + (epoch & 1) * WORLD * size
+        if hop > 0:
+            owner = (rank + hop) % WORLD
+            at_owner = translate(slot + rank * size, bases, rank, owner)
+            # The address comes from an integer. Without the hint the stores would be two bytes wide.
+            gl.store(gl.multiple_of(at_owner + at, (2, 16)), own.to(box.dtype.element_ty), mask=inside)
+            index = ((block * n_tiles + tile) * down + within) * WORLD + WORLD - hop
+            publish(flag_address(sum_flags, index, bases, rank, owner), epoch, TARGET)
+        else:
+            total = gl.zeros([PIECE_ROWS, WIDE], gl.float32, layout)
+            for source in gl.static_range(WORLD):
+                sent = gl.load(slot + source * size + at, mask=inside & (source != rank), other=0.0, cache_modifier=".cg")
+                total += sent.to(gl.float32)
+                if source == rank:
+                    total += own
+            if added is not None:
+                below = (r < m - rank * rows)[:, None]  # rows that are not padding
+                shared = gl.load(bias + c, mask=(c < n) & (added % 2 == 1), other=0.0).to(gl.float32)
+                total += gl.where(below, shared[None, :], 0.0)
+                total += gl.load(residual + at, mask=inside & below & (added >= 2), other=0.0).to(gl.float32)
+            gl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+        turn += 1  # noqa: SIM113
+
+
+@gluon.jit
+def scatter_halves(
+    a, b, view, halves, flags, box, sum_flags, out, bias, residual, added, bases, control, rank, epoch, rows, cols, room, n, m,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
+    TARGET: gl.constexpr,
+):  # fmt: skip
+    """Runs a program's part of a call, as `warps.scatter_tiles` for two groups. `view` is a TMA descriptor of `halves`."""
     HIGH: gl.constexpr = GROUPS * X_ROWS
     m_tiles = gl.cdiv(rows, HIGH)
     n_tiles = gl.cdiv(n, PARTS * WIDE)
-    buffers, stagings = allocate(a, boxes[0], 1, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1)
+    buffers, stagings = allocate(a, view, 1, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1)
     staged = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     drained = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -185,16 +279,16 @@ def scatter_pieces(
     mbarrier.init(there, count=1)
     mbarrier.init(taken, count=1)
     fence_async_shared()
-    share = (SOURCES * m_tiles * n_tiles, rank, rows, cols, m_tiles, n_tiles)
+    share = (HALVES * WORLD * m_tiles * n_tiles, rank, rows, cols, m_tiles, n_tiles)
     gl.static_assert(GROUPS == 2)
     gl.warp_specialize(
         [
-            (multiply_pieces, (0, stagings, staged, drained, buffers, share, FIRST, WORLD, GROUPS, PARTS, WIDE, STAGES, TARGET)),
-            (multiply_pieces, (1, stagings, staged, drained, buffers, share, FIRST, WORLD, GROUPS, PARTS, WIDE, STAGES, TARGET)),
-            (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, SOURCES, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
-            (load_pieces, (a, b, buffers, share, FIRST, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
-            (send_pieces, (boxes, stagings, staged, drained, flags, bases, epoch, share, FIRST, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
-            (poll_tiles, (flags, epoch, control, there, taken, share, SOURCES, GROUP_M, HIGH, TARGET)),
+            (multiply_halves, (0, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+            (multiply_halves, (1, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+            (add_pieces, (out, bias, residual, added, halves, box, sum_flags, bases, room, n, m, epoch, there, taken, share, WORLD, INTERLEAVED, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
+            (load_halves, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
+            (store_halves, (view, stagings, staged, drained, flags, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
+            (poll_pieces, (flags, sum_flags, epoch, control, there, taken, share, WORLD, INTERLEAVED, GROUP_M, HIGH, TARGET)),
         ],
         [4, 4, 1, 1, 1],
         [176, 104, 56, 56, 56],
@@ -203,16 +297,14 @@ def scatter_pieces(
 
 @gluon.jit(do_not_specialize=["rank", "added"])
 def push_parts_kernel(
-    a, b, box0, box1, box2, box3, box4, box5, box6, box7, out, bias, residual, added, box, flags, bases, control,
-    rank, rows, cols, room, n, m,
+    a, b, view, halves, flags, box, sum_flags, out, bias, residual, added, bases, control, rank, rows, cols, room, n, m,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
-    FIRST: gl.constexpr, TARGET: gl.constexpr,
+    TARGET: gl.constexpr,
 ):  # fmt: skip
     epoch = gl.load(control + EPOCH)
-    scatter_pieces(
-        a, b, (box0, box1, box2, box3, box4, box5, box6, box7), out, bias, residual, added, box, flags, bases, control,
-        rank, epoch, rows, cols, room, n, m,
-        WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES, FIRST, TARGET,
+    scatter_halves(
+        a, b, view, halves, flags, box, sum_flags, out, bias, residual, added, bases, control, rank, epoch, rows, cols, room, n, m,
+        WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0), TARGET)
 
@@ -220,15 +312,14 @@ def push_parts_kernel(
 class PushParts(Adding):
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        world, n, self.room = problem.world_size, problem.n, problem.shard_rows
-        across, sources = config["block_n"], PIECES.value * world
+        world, n, self.room, across = problem.world_size, problem.n, problem.shard_rows, config["block_n"]
         self.wide = min(across, PART_ROWS)
-        high = GROUPS * GROUP_ROWS
-        self.box = context.heap.alloc((2, sources, self.room, n), context.dtype(problem))
-        self.flags = context.flags(ceil_div(self.room, high) * ceil_div(n, across) * sources)
-        inboxes = [context.heap.peer(self.box, (context.rank + hop) % world) for hop in range(world)]
-        views = [self.view(inbox.view(2 * sources, self.room, n), [1, GROUP_ROWS, self.wide]) for inbox in inboxes]
-        self.boxes = padded(views, MOST_RANKS, None)
+        tiles = ceil_div(self.room, GROUPS * GROUP_ROWS) * ceil_div(n, across)
+        dtype, halves = context.dtype(problem), HALVES.value
+        self.halves = context.empty((halves * world, self.room, n), dtype)
+        self.flags = context.empty((world * tiles * halves,), torch.int32).zero_()
+        self.box = context.heap.alloc((2, world, self.room, n), dtype)
+        self.sum_flags = context.flags(tiles * GROUPS * GROUP_ROWS // PIECE_ROWS.value * world)
         self.constants = {
             "WORLD": world,
             "INTERLEAVED": config["order"] == "interleaved",
@@ -237,7 +328,6 @@ class PushParts(Adding):
             "PARTS": across // self.wide,
             "WIDE": self.wide,
             "STAGES": config["num_stages"],
-            "FIRST": config["first"],
             "num_warps": 4,
             "maxnreg": MOST_REGISTERS[GROUPS],
         }
@@ -251,8 +341,9 @@ class PushParts(Adding):
         context.launch(
             push_parts_kernel,
             (context.processors,),
-            self.view(a, [GROUP_ROWS, tiling.BLOCK_K]), self.view(b, [self.wide, tiling.BLOCK_K]), *self.boxes,
-            out, *addends(out, bias, residual), self.box, self.flags, context.heap.bases, self.control,
+            self.view(a, [GROUP_ROWS, tiling.BLOCK_K]), self.view(b, [self.wide, tiling.BLOCK_K]),
+            self.view(self.halves, [1, GROUP_ROWS, self.wide]), self.halves, self.flags, self.box, self.sum_flags,
+            out, *addends(out, bias, residual), context.heap.bases, self.control,
             context.rank, problem.shard_rows, problem.k, self.room, problem.n, problem.m,
             **self.constants,
         )  # fmt: skip
