@@ -40,6 +40,18 @@ LEAST_ROWS = 16
 
 
 @triton.jit
+def bring(row, HIDDEN: tl.constexpr, COLS: tl.constexpr, TARGET: tl.constexpr):
+    """Brings a row of 16 bits into the L2, so that the norm need not wait for memory."""
+    if TARGET == "cuda":
+        LINE: tl.constexpr = 64
+        at = tl.arange(0, COLS // LINE if COLS > LINE else 1) * LINE
+        there = (row + tl.minimum(at, HIDDEN - 1)).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1];\nmov.u32 $0, 0;", "=r,l", [there], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def streamed(b, col, at, n, k, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr):
     """`load_tile` by pointers, for elements that are read once. WHOLE: no block reaches beyond the matrix."""
     r = col + tl.arange(0, ROWS)
@@ -89,7 +101,11 @@ def fused_kernel(
     limit = tl.load(control + LIMIT)
     given = given_factor(scales, QUANT)
     away = distances(bases, rank, WORLD)
-    clean_rows(inbox, epoch, before, program, programs, rank, room, 0, WORLD, WIDE, WIDTH, SPLIT, PART, SENT, TARGET)
+    if program == m:
+        bring(weight, HIDDEN, COLS, TARGET)
+    if ADDED:
+        if program < m:
+            bring(residual + tl.cast(program, tl.int64) * HIDDEN, HIDDEN, COLS, TARGET)
     mine = inbox + (slot_of(epoch, WIDE) * WORLD + rank) * room
     ACROSS: tl.constexpr = BLOCK_N // (HIDDEN // WIDTH)
     index = tl.arange(0, BLOCK_M * ACROSS)
@@ -106,6 +122,8 @@ def fused_kernel(
         for hop in tl.static_range(WORLD):  # the last is this rank
             there = (here.to(tl.int64) + away[hop]).to(inbox.dtype)
             store_whole(tl.multiple_of(there, (16,)), words, inside, TARGET)
+    # Here rather than at the start: the product need not wait for the number of the call.
+    clean_rows(inbox, epoch, before, program, programs, rank, room, 0, WORLD, WIDE, WIDTH, SPLIT, PART, SENT, TARGET)
     norm_rows(
         None, residual, weight, new_residual, y, scales, inbox, epoch, given, control, limit, program, programs, rank, m, eps, room,
         WORLD, WIDE, TYPE, WIDTH, HIDDEN, SPLIT, PART, HELD, COLS, OFFSET, QUANT, ADDED, TARGET,
