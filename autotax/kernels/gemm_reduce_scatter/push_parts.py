@@ -3,7 +3,8 @@
 Where all tiles are one wave, none is complete before the last, and sending and adding follow the product. With K cut all programs
 first compute the halves of tiles of other ranks. The halves of a tile meet in memory of the rank that computes them. The adding
 warps add them up and store the sum at its owner while this rank's tiles are computed. Then they add up the halves of this rank's
-tiles and the sums of the other ranks, in float32 and in the order of the ranks.
+tiles and the sums of the other ranks, in float32 and in the order of the ranks. Multiplying groups join them when they have
+multiplied.
 
 Waits: loaders and multiplying groups wait for each other, senders for the groups of their program, none of them for another
 program. Adders first wait for halves of this rank, which senders of this rank announce. Then they wait for sums of other ranks,
@@ -53,6 +54,8 @@ from autotax.kernels.tiling import GROUP_ROWS, PART_ROWS
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
 HALVES = gl.constexpr(2)
+WORKERS = gl.constexpr(3)
+"""Partitions of warps that add up this rank's rows: the adders, and both groups when they have multiplied."""
 
 
 @gluon.jit
@@ -167,39 +170,69 @@ def store_halves(
 
 
 @gluon.jit
-def remote_piece(
-    piece, m_tiles, n_tiles, WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr
-):  # fmt: skip
-    """Returns (hop, row of tiles, tile of the row, piece of the tile) of a piece of other ranks' rows, in the order of tiles."""
-    down: gl.constexpr = HIGH // PIECE_ROWS
-    hop, block, tile = tile_at(piece // down, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
-    return hop, block, tile, piece % down
-
-
-@gluon.jit
 def poll_pieces(
     flags, sum_flags, epoch, control, there, taken, share,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """The poller: for each piece, waits until its halves have come, and for this rank's rows also the sums of the other ranks."""
+    """The poller: for each piece, waits until its halves have come, and for this rank's rows also the sums of the other ranks. It
+    signals the worker of the piece.
+    """
     _, rank, _, _, m_tiles, n_tiles = share
     down: gl.constexpr = HIGH // PIECE_ROWS
+    programs = gl.num_programs(0)
     pieces = m_tiles * n_tiles * down
     turn = 0
-    for piece in range(gl.program_id(0), WORLD * pieces, gl.num_programs(0)):
-        hop, block, tile, within = remote_piece(piece, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M, HIGH)
-        ready = 0
-        while ready < HALVES:
-            index = ((hop * m_tiles + block) * n_tiles + tile) * HALVES + ready
-            ready += wait_first(flags, index, HALVES - ready, rank, epoch, control, 1, TARGET)
-        if hop == 0:
-            ready = 1
-            while ready < WORLD:
-                index = ((block * n_tiles + tile) * down + within) * WORLD + ready
-                ready += wait_first(sum_flags, index, WORLD - ready, (rank + ready) % WORLD, epoch, control, 1, TARGET)
-        mbarrier.wait(taken, (turn & 1) ^ 1)
-        mbarrier.arrive(there)
-        turn += 1  # noqa: SIM113
+    for piece in range(gl.program_id(0), (WORLD - 1) * pieces, programs):
+        hop, block, tile = tile_at(piece // down, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
+        await_halves(flags, ((hop * m_tiles + block) * n_tiles + tile) * HALVES, rank, epoch, control, TARGET)
+        pass_on(there.index(0), taken.index(0), turn)
+        turn += 1
+    count = 0
+    for piece in range(gl.program_id(0), pieces, programs):
+        _, block, tile = tile_at((WORLD - 1) * m_tiles * n_tiles + piece // down, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
+        await_halves(flags, (block * n_tiles + tile) * HALVES, rank, epoch, control, TARGET)
+        first = ((block * n_tiles + tile) * down + piece % down) * WORLD
+        ready = 1
+        while ready < WORLD:
+            ready += wait_first(sum_flags, first + ready, WORLD - ready, (rank + ready) % WORLD, epoch, control, 1, TARGET)
+        worker = count % WORKERS
+        if worker == 0:
+            pass_on(there.index(0), taken.index(0), turn)
+            turn += 1
+        else:
+            pass_on(there.index(worker), taken.index(worker), count // WORKERS)
+        count += 1  # noqa: SIM113
+
+
+@gluon.jit
+def await_halves(flags, first, rank, epoch, control, TARGET: gl.constexpr):
+    ready = 0
+    while ready < HALVES:
+        ready += wait_first(flags, first + ready, HALVES - ready, rank, epoch, control, 1, TARGET)
+
+
+@gluon.jit
+def pass_on(there, taken, turn):
+    """Signals a worker, once it has taken the signal before."""
+    mbarrier.wait(taken, (turn & 1) ^ 1)
+    mbarrier.arrive(there)
+
+
+@gluon.jit
+def take(there, taken, turn, TARGET: gl.constexpr):
+    """Waits for the poller's signal."""
+    mbarrier.wait(there, turn & 1)
+    settle(TARGET)  # else the poller could end the next phase before all four warps have seen this one
+    mbarrier.arrive(taken)
+
+
+@gluon.jit
+def places(block, tile, within, rows, n, HIGH: gl.constexpr, WIDE: gl.constexpr):
+    """Offsets of the elements of a piece in rows of n, a mask of those that exist, and the rows and columns."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [4, 1], [1, 0])
+    r = block * HIGH + within * PIECE_ROWS + gl.arange(0, PIECE_ROWS, layout=gl.SliceLayout(1, layout))
+    c = tile * WIDE + gl.arange(0, WIDE, layout=gl.SliceLayout(0, layout))
+    return r.to(gl.int64)[:, None] * n + c[None, :], (r < rows)[:, None] & (c < n)[None, :], r, c
 
 
 @gluon.jit
@@ -211,51 +244,93 @@ def sum_of_halves(halves, hop, at, inside, size, WORLD: gl.constexpr):
 
 
 @gluon.jit
-def add_pieces(
-    out, bias, residual, added, halves, box, sum_flags, bases, room, n, m, epoch, there, taken, share,
+def send_sums(
+    halves, box, sum_flags, bases, room, n, epoch, there, taken, share,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """The adders. `halves` are [half, hop, room, n], `box` [2, source, room, n], n a multiple of 8. Flags of sums are [piece, hops
-    from the owner to the source].
+    """The adders, for rows of other ranks. `halves` are [half, hop, room, n], `box` [2, source, room, n], n a multiple of 8. Flags of
+    sums are [piece, hops from the owner to the source].
     """
     _, rank, rows, _, m_tiles, n_tiles = share
     n = n // 8 * 8  # shows the compiler the alignment
     size = gl.cast(room, gl.int64) * n
     down: gl.constexpr = HIGH // PIECE_ROWS
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [4, 1], [1, 0])
     turn = 0
-    for piece in range(gl.program_id(0), WORLD * m_tiles * n_tiles * down, gl.num_programs(0)):
-        hop, block, tile, within = remote_piece(piece, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M, HIGH)
-        r = block * HIGH + within * PIECE_ROWS + gl.arange(0, PIECE_ROWS, layout=gl.SliceLayout(1, layout))
-        c = tile * WIDE + gl.arange(0, WIDE, layout=gl.SliceLayout(0, layout))
-        inside = (r < rows)[:, None] & (c < n)[None, :]
-        at = r.to(gl.int64)[:, None] * n + c[None, :]
-        mbarrier.wait(there, turn & 1)
-        settle(TARGET)  # else the poller could end the next phase before all four warps have seen this one
-        mbarrier.arrive(taken)
+    for piece in range(gl.program_id(0), (WORLD - 1) * m_tiles * n_tiles * down, gl.num_programs(0)):
+        hop, block, tile = tile_at(piece // down, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
+        at, inside, _r, _c = places(block, tile, piece % down, rows, n, HIGH, WIDE)
+        take(there.index(0), taken.index(0), turn, TARGET)
         own = sum_of_halves(halves, hop, at, inside, size, WORLD)
-        slot = box + (epoch & 1) * WORLD * size
-        if hop > 0:
-            owner = (rank + hop) % WORLD
-            at_owner = translate(slot + rank * size, bases, rank, owner)
-            # The address comes from an integer. Without the hint the stores would be two bytes wide.
-            gl.store(gl.multiple_of(at_owner + at, (2, 16)), own.to(box.dtype.element_ty), mask=inside)
-            index = ((block * n_tiles + tile) * down + within) * WORLD + WORLD - hop
-            publish(flag_address(sum_flags, index, bases, rank, owner), epoch, TARGET)
-        else:
-            total = gl.zeros([PIECE_ROWS, WIDE], gl.float32, layout)
-            for source in gl.static_range(WORLD):
-                sent = gl.load(slot + source * size + at, mask=inside & (source != rank), other=0.0, cache_modifier=".cg")
-                total += sent.to(gl.float32)
-                if source == rank:
-                    total += own
-            if added is not None:
-                below = (r < m - rank * rows)[:, None]  # rows that are not padding
-                shared = gl.load(bias + c, mask=(c < n) & (added % 2 == 1), other=0.0).to(gl.float32)
-                total += gl.where(below, shared[None, :], 0.0)
-                total += gl.load(residual + at, mask=inside & below & (added >= 2), other=0.0).to(gl.float32)
-            gl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+        owner = (rank + hop) % WORLD
+        at_owner = translate(box + ((epoch & 1) * WORLD + rank) * size, bases, rank, owner)
+        # The address comes from an integer. Without the hint the stores would be two bytes wide.
+        gl.store(gl.multiple_of(at_owner + at, (2, 16)), own.to(box.dtype.element_ty), mask=inside)
+        index = ((block * n_tiles + tile) * down + piece % down) * WORLD + WORLD - hop
+        publish(flag_address(sum_flags, index, bases, rank, owner), epoch, TARGET)
+        turn += 1
+    return turn
+
+
+@gluon.jit
+def add_own(
+    WORKER: gl.constexpr, before, out, bias, residual, added, halves, box, room, n, m, epoch, there, taken, share,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """One of the WORKERS of a program, for its share of this rank's rows. The poller has signalled it `before` times."""
+    _, rank, rows, _, m_tiles, n_tiles = share
+    n = n // 8 * 8  # shows the compiler the alignment
+    size = gl.cast(room, gl.int64) * n
+    down: gl.constexpr = HIGH // PIECE_ROWS
+    remote = (WORLD - 1) * m_tiles * n_tiles
+    programs = gl.num_programs(0)
+    turn = 0
+    for piece in range(gl.program_id(0) + WORKER * programs, m_tiles * n_tiles * down, WORKERS * programs):
+        _, block, tile = tile_at(remote + piece // down, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
+        at, inside, r, c = places(block, tile, piece % down, rows, n, HIGH, WIDE)
+        take(there.index(WORKER), taken.index(WORKER), before + turn, TARGET)
+        own = sum_of_halves(halves, 0, at, inside, size, WORLD)
+        total = own * 0.0
+        for source in gl.static_range(WORLD):
+            first = ((epoch & 1) * WORLD + source) * size
+            sent = gl.load(box + first + at, mask=inside & (source != rank), other=0.0, cache_modifier=".cg")
+            total += sent.to(gl.float32)
+            if source == rank:
+                total += own
+        if added is not None:
+            below = (r < m - rank * rows)[:, None]  # rows that are not padding
+            shared = gl.load(bias + c, mask=(c < n) & (added % 2 == 1), other=0.0).to(gl.float32)
+            total += gl.where(below, shared[None, :], 0.0)
+            total += gl.load(residual + at, mask=inside & below & (added >= 2), other=0.0).to(gl.float32)
+        gl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
         turn += 1  # noqa: SIM113
+
+
+@gluon.jit
+def multiply_and_add(
+    GROUP: gl.constexpr, stagings, staged, drained, buffers, out, bias, residual, added, halves, box, room, n, m, epoch, there, taken, share,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
+    TARGET: gl.constexpr,
+):  # fmt: skip
+    multiply_halves(GROUP, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)
+    add_own(
+        GROUP + 1, 0, out, bias, residual, added, halves, box, room, n, m, epoch, there, taken, share,
+        WORLD, INTERLEAVED, GROUP_M, GROUPS * X_ROWS, PARTS * WIDE, TARGET,
+    )  # fmt: skip
+
+
+@gluon.jit
+def send_and_add(
+    out, bias, residual, added, halves, box, sum_flags, bases, room, n, m, epoch, there, taken, share,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """The adders."""
+    turn = send_sums(
+        halves, box, sum_flags, bases, room, n, epoch, there, taken, share, WORLD, INTERLEAVED, GROUP_M, HIGH, WIDE, TARGET
+    )  # fmt: skip
+    add_own(
+        0, turn, out, bias, residual, added, halves, box, room, n, m, epoch, there, taken, share,
+        WORLD, INTERLEAVED, GROUP_M, HIGH, WIDE, TARGET,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -271,21 +346,22 @@ def scatter_halves(
     buffers, stagings = allocate(a, view, 1, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1)
     staged = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     drained = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    there = gl.allocate_shared_memory(gl.int64, [WORKERS, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [WORKERS, 1], mbarrier.MBarrierLayout())
     for group in gl.static_range(GROUPS):
         mbarrier.init(staged.index(group), count=1)
         mbarrier.init(drained.index(group), count=1)
-    mbarrier.init(there, count=1)
-    mbarrier.init(taken, count=1)
+    for worker in gl.static_range(WORKERS):
+        mbarrier.init(there.index(worker), count=1)
+        mbarrier.init(taken.index(worker), count=1)
     fence_async_shared()
     share = (HALVES * WORLD * m_tiles * n_tiles, rank, rows, cols, m_tiles, n_tiles)
     gl.static_assert(GROUPS == 2)
     gl.warp_specialize(
         [
-            (multiply_halves, (0, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
-            (multiply_halves, (1, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
-            (add_pieces, (out, bias, residual, added, halves, box, sum_flags, bases, room, n, m, epoch, there, taken, share, WORLD, INTERLEAVED, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
+            (multiply_and_add, (0, stagings, staged, drained, buffers, out, bias, residual, added, halves, box, room, n, m, epoch, there, taken, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+            (multiply_and_add, (1, stagings, staged, drained, buffers, out, bias, residual, added, halves, box, room, n, m, epoch, there, taken, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+            (send_and_add, (out, bias, residual, added, halves, box, sum_flags, bases, room, n, m, epoch, there, taken, share, WORLD, INTERLEAVED, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
             (load_halves, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
             (store_halves, (view, stagings, staged, drained, flags, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
             (poll_pieces, (flags, sum_flags, epoch, control, there, taken, share, WORLD, INTERLEAVED, GROUP_M, HIGH, TARGET)),
