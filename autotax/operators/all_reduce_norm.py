@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, choice, dtype, ranks, size
+from autotax.hardware import has_iris
 from autotax.operators.declaration import Operator, Rates
 from autotax.operators.links import links_us
 
@@ -251,3 +252,12 @@ operator.peer(
     where=lambda problem, hardware: _with_torch(problem, hardware) and problem.m % problem.world_size == 0,
     served=True,
 )
+
+
+def _with_iris(problem: AllReduceNorm, hardware: Hardware) -> bool:
+    """Whether the all-reduce of Iris is installed. It gets a copy of x, so products in front are not measured."""
+    return hardware.on_gpu and not problem.k and has_iris()
+
+
+operator.peer("iris_all_reduce", f"{_KERNELS}.peers:IrisAllReduce", where=_with_iris, modes=("graph",))
+operator.peer("iris_all_reduce_tuned", f"{_KERNELS}.peers:IrisAllReduceTuned", where=_with_iris, modes=("graph",))

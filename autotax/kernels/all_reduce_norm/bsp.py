@@ -42,7 +42,11 @@ class AfterSum(NormKernel):
         super().__init__(problem, config, context)
         self.rows = int(config.values.get("rows", 1))
         self.constants |= {"ROWS": self.rows, "HIDDEN": problem.hidden}
-        self.sums = self.products if problem.k else self.unnormed(problem)
+        self.sums = self.room(problem)
+
+    def room(self, problem: AllReduceNorm) -> Tensor:
+        """The memory of the sum, [m, hidden]. A product is stored there at once."""
+        return self.products if problem.k else self.unnormed(problem)
 
     def norm(self, total: Tensor, residual: Tensor, *others: Tensor, eps: float) -> None:
         m = self.problem.m
