@@ -10,6 +10,7 @@ from autotax.kernels.gemm_reduce_scatter.push_parts import scatter_halves
 from autotax.kernels.gemm_reduce_scatter.warps import scatter_tiles
 from tests.models import warps
 from tests.models.warps import Flags, Pointer, View, plain, programs_of, together
+from tests.volume import volume
 
 K, PROGRAMS = 136, 3
 TILES = [(64, 128), (64, 256), (128, 128), (128, 256)]
@@ -79,7 +80,7 @@ def test_the_warps_compute_the_sum(tile: tuple[int, int], world: int, stages: in
     run(world, sizes, tile[1] + 8, tile, stages, interleaved=world == 3, with_addends=world != 2)
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(2, [300, 5, 300]), (3, [280, 7, 7, 280])])
+@pytest.mark.parametrize(("world", "sizes"), [(2, [300, 5, 300]), *volume((3, [280, 7, 7, 280]))])
 def test_halves_of_k_are_added_up_before_they_travel(world: int, sizes: list[int]) -> None:
     for tile in TILES[2:]:
         run(world, sizes, tile[1] + 8, tile, 3, interleaved=world == 3, with_addends=world != 2, cut=True)
