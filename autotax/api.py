@@ -256,12 +256,9 @@ class Trials(list[TrialRecord]):
         )  # fmt: skip
 
     def _repr_html_(self) -> str:
-        """The plot that a notebook displays: the trials of the search of the first problem, and the best so far."""
-        from autotax.report.charts import search
+        from autotax.report.charts import first_search
 
-        problem = self[0].run.problem if self and self[0].run else None
-        shown = [trial for trial in self if trial.run and trial.run.problem == problem and "stage" not in trial.conditions]
-        return search(shown) if shown else repr(self)
+        return first_search(self) or repr(self)
 
 
 def trials(problem: Problem | None = None, *, status: str | None = None, db: str | Path | None = None) -> Trials:
@@ -275,14 +272,20 @@ def compare(
     *,
     every_variant: bool = False,
     conditions: Conditions | None = None,
+    timeout_s: float | None = None,
     db: str | Path | None = None,
     backend: str | None = None,
 ) -> Comparison:
-    """Measures the tuned config, BSP and the operator's peers in one interleaved and verified run: `autotax compare`."""
+    """Measures the tuned config, BSP and the operator's peers in one interleaved and verified run: `autotax compare`.
+
+    `timeout_s` limits the seconds, the start of the ranks included. If it comes first, the comparison has no rows, and `error`
+    says so.
+    """
+    limit = TimeLimit(timeout_s)
     hardware = machine.detect(backend)
     check([problem], hardware)
     with ranks(hardware, problem.world_size) as runner:
-        return compare_on(runner, problem, hardware, as_deployed(conditions, hardware), db, every_variant)
+        return compare_on(runner, problem, hardware, as_deployed(conditions, hardware), db, every_variant, limit)
 
 
 def compare_on(
@@ -292,8 +295,9 @@ def compare_on(
     conditions: Conditions,
     db: str | Path | None,
     every_variant: bool,
+    limit: TimeLimit | None = None,
 ) -> Comparison:
-    """A comparison on ranks that run already."""
+    """A comparison on these ranks."""
     answer = lookup(problem, hardware=hardware, db=db, conditions=conditions)
     space = space_for(problem, hardware)
     with Store.open(db, create=False) as store:
@@ -308,6 +312,7 @@ def compare_on(
         baseline=baseline,
         variants=[baseline if variant == baseline.config.variant else best_of(variant, trials, space) for variant in shown],
         conditions=conditions,
+        limit=limit,
     )
     return replace(comparison, answer=answer)
 
@@ -333,8 +338,8 @@ def tune_callable(
     - `tunables`: the values of each parameter, the first of which are tried first.
     - `inputs(draw)` returns the inputs of a rank, `reference(calls, rank)` the correct float32 output of a rank.
 
-    All are functions of a module or of a script, which ranks import; lambdas and functions of a notebook cell cannot be.
-    `settings` are those of `tune`.
+    All are named functions of a module, of a script or of notebook cells. Ranks import the former; of cells, the source of the
+    functions and of what they refer to is kept in a file. `settings` are those of `tune`.
     """
     from autotax.declare import declare
 

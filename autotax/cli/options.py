@@ -221,6 +221,20 @@ class ShapesOptions:
             read_shapes(self.shapes, 1)
 
 
+@dataclass(frozen=True)
+class LimitedOptions(ShapesOptions):
+    """A file of problems, and a time limit for all of them."""
+
+    timeout: Annotated[
+        str | None, word("Time limit for all problems together: 90, 90s, 10m, 2h. Default: none.", metavar="TIME")
+    ] = None
+
+    def check(self) -> None:
+        """Raises UsageError for a file or a time that no machine allows."""
+        super().check()
+        Settings(timeout_s=seconds_of(self.timeout))
+
+
 def check_variants(names: Sequence[str] | None) -> None:
     """Raises UsageError for a variant that the named operator lacks, or that no operator has. The machine decides which variants
     a problem has.

@@ -8,21 +8,20 @@ from typing import Annotated, ClassVar
 from autotax.cli.messages import closing, public_url, say
 from autotax.cli.options import (
     DeployOptions,
+    LimitedOptions,
     MachineOptions,
     OperatorsOptions,
     ProblemOptions,
-    ShapesOptions,
     flag,
     number,
     seconds_of,
-    word,
 )
 from autotax.cli.problem_selection import problems_of
 from autotax.core.settings import Settings
 
 
 @dataclass(frozen=True)
-class RefreshOptions(ShapesOptions):
+class RefreshOptions(LimitedOptions):
     """The winners to prove again, and limits."""
 
     PANEL: ClassVar[str] = "Refresh"
@@ -32,14 +31,11 @@ class RefreshOptions(ShapesOptions):
         int | None,
         number("Replays that each config must pass with delayed ranks. 0: none. Default: 2000 on GPUs, 20 on CPU ranks."),
     ] = None
-    timeout: Annotated[
-        str | None, word("Begin no further problem after this time: 90, 90s, 10m, 2h. Default: none.", metavar="TIME")
-    ] = None
 
     def check(self) -> None:
         """Raises UsageError for settings that no machine allows."""
         super().check()
-        Settings(soak=self.soak, timeout_s=seconds_of(self.timeout))
+        Settings(soak=self.soak)
 
 
 def refresh(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOptions, where: MachineOptions) -> int:

@@ -121,7 +121,8 @@ def _exact(problem: Problem, here: Place, source: Source, refused: list[str]) ->
         if why_not := _space_refuses(problem, here, config):
             refused.append(f"{source.whose} winner of this problem does not fit: {why_not}")
             continue
-        return _tuned(winner, config, "exact", f"{source.origin}tuned for this problem; {_margin(winner)}")
+        tuned = f"{source.origin}tuned for this problem" if source.origin else "tuned here"
+        return _tuned(winner, config, "exact", f"{tuned}; {_margin(winner)}")
     return None
 
 

@@ -6,19 +6,23 @@ for this machine.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from autotax import __version__
 from autotax.core.conditions import Conditions
+from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.db.index import bucket, buckets_up_to
 from autotax.db.lookup import peek
+from autotax.db.shipped import sources
 from autotax.hardware import Hardware
 from autotax.operators import registry
-from autotax.operators.problems import AllReduceNorm, DecodeMerge, GemmReduceScatter
+from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, GemmReduceScatter
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +40,9 @@ def token_ranges(
     ranks: int,
     *,
     output: str = "replicated",
+    scales: str = "none",
+    result: str = "bf16",
+    quantize: str = "none",
     most: int = MOST_TOKENS,
     hardware: Hardware | None = None,
     db: str | Path | None = None,
@@ -43,10 +50,22 @@ def token_ranges(
 ) -> Ranges:
     """Numbers of tokens, first and last of each range, for which a row-parallel layer has a winner that is not bulk-synchronous.
 
-    The layer's weight is [n, k] on each rank; `output` is "replicated" for an all-reduce, "scattered" for a reduce-scatter.
+    The layer's weight is [n, k] on each rank; `output` is "replicated" for an all-reduce, "scattered" for a reduce-scatter, and
+    "gathered" for a column-parallel layer that gathers its rows.
+    `scales`, `result` and `quantize` are those of a weight in e4m3. There are none for sizes that kernels do not take.
     """
     answered = {"hardware": hardware, "db": db, "conditions": conditions}
-    return _won(lambda tokens: GemmReduceScatter(tokens, n, k, dtype, output, ranks), most, answered)
+    more = ranks, "nk", scales, result, quantize
+
+    def problem_of(tokens: int) -> Problem:
+        if output == "gathered":
+            return AllGatherGemm(tokens, n, k, dtype, "m", *more)
+        return GemmReduceScatter(tokens, n, k, dtype, output, *more)
+
+    try:
+        return _won(problem_of, most, answered)
+    except UsageError:
+        return []
 
 
 def merge_ranges(
@@ -99,6 +118,12 @@ def serves(
             return False
         of_group[key] = agreed(ranges(), name, group, device)
     return any(first <= tokens <= last for first, last in of_group[key])
+
+
+def fingerprint(op: str) -> str:
+    """Changes with each winner of an operator, whether it holds here or not: a key for what an engine keeps about its layers."""
+    winners = {str(winner[:4]) for source in sources(None) for winner in source.index if winner.op == op}
+    return hashlib.sha256("\n".join([__version__, *sorted(winners)]).encode()).hexdigest()
 
 
 def forget_winners() -> None:

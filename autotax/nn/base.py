@@ -22,7 +22,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
-from autotax.heap.collective_errors import all_or_none
+from autotax.heap.collective_errors import all_or_none, together
 from autotax.heap.world import World
 from autotax.nn import groups
 from autotax.nn.consensus import deployed_as, require_alike
@@ -268,6 +268,19 @@ class Module(torch.nn.Module):
         self._prepared = Prepared(self._world, hardware, requested, self._rehearsals)
         notes += self._prepared.notes
         return [operator for operator in self._prepared.operators if operator]
+
+    def _with_additions(self, kernels: list[Kernel[Any]]) -> list[Kernel[Any]]:
+        """Also compiles kernels that add for calls with both addends: a rank must not compile while its peers wait for it."""
+        for kernel in kernels:
+            if getattr(kernel, "ADDS", False):
+                assert self._world is not None
+                what = f"compile {kernel.config} for {kernel.problem.key}, with bias and residual"
+                with together(self._world, what), kernel.context.rehearsal():
+                    for smaller, tensors in self._rehearsals(kernel.problem):
+                        out = tensors[-1]
+                        if fit := kernel.fitted(smaller):
+                            fit(*tensors, bias=out.new_empty(out.shape[-1:]), residual=torch.empty_like(out))
+        return kernels
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         """One call for every kind of size for which the operator of `problem` may compile a kernel."""

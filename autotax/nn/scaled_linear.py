@@ -190,7 +190,7 @@ class ScaledLinear(Module):
         hardware = detect(self._world.backend)
         configs, notes = configs_for(self._world, prepared_for, hardware, deployed, self._db, config, self._prove)
         pairs: list[tuple[Problem, Config]] = [(each, some) for each, some in zip(prepared_for, configs, strict=True) if some]
-        kernels = self._operators(pairs, hardware, notes)
+        kernels = self._with_additions(self._operators(pairs, hardware, notes))
         made = {key: kernel for (key, _), kernel in zip(pairs, self._prepared.operators if self._prepared else (), strict=False)}
         self._kernels = {self._rows_of(each): made[each] for each in prepared_for if made.get(each) in kernels and made[each]}
         self._choices = tuple(

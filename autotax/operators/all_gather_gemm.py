@@ -51,6 +51,7 @@ class AllGatherGemm(Problem):
     scales: str = scaled.scales_field()
     result: str = scaled.result_field()
     quantize: str = scaled.quantize_field()
+    operand: str = scaled.operand_field()
 
     op: ClassVar[str] = "all-gather-gemm"
 

@@ -49,6 +49,7 @@ class GemmReduceScatter(Problem):
     scales: str = scaled.scales_field()
     result: str = scaled.result_field()
     quantize: str = scaled.quantize_field()
+    operand: str = scaled.operand_field()
 
     op: ClassVar[str] = "gemm-reduce-scatter"
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 from autotax.core.config import Config
 from autotax.core.files import a_home
-from autotax.db.records import TrialRecord, WinnerRecord
+from autotax.db.records import TrialRecord
 from autotax.report import formatting
 from autotax.report.formatting import faster, interval, microseconds, number, parameters, times
 from autotax.report.renderer import Renderer, Undrawn
@@ -146,7 +146,8 @@ with a_home():  # Altair wants a home for its cache of data sets, which no chart
 WIDTH, ROW, SEARCH_HEIGHT, FAILED_ROW = 540, 22, 190, 16
 """Pixels: of all axes, of a row of a chart, of the trials of a search, of a status of failed trials."""
 SLOWEST = 7.0
-"""Trials that exceed the best by more than this, as a multiple of the best, are drawn at this limit."""
+"""Trials that exceed the best by more than this, as a multiple of the best, are drawn at this limit, as triangles."""
+SHAPES, CLAMPED, BEYOND = {False: "circle", True: "diamond"}, "triangle-up", ", beyond the scale"
 LAST = 0.05
 """The excess over the best that the scale shows at full width. Only trials below it have tooltips with parameters, which keeps
 pages small.
@@ -175,30 +176,43 @@ class Taxed:
     bsp: float
 
 
-def speedups(winners: Sequence[tuple[str, WinnerRecord]]) -> str:
-    """A row for each named winner: its speed-up over BSP with the confidence interval."""
+@dataclass(frozen=True)
+class Ratio:
+    """A named row of a chart of speed-ups: the speed-up over BSP, its interval, and the latencies of both in microseconds."""
+
+    name: str
+    variant: str
+    speedup: float
+    low: float
+    high: float
+    us: float | None
+    bsp_us: float | None
+
+
+def speedups(ratios: Sequence[Ratio]) -> str:
+    """A row for each config: its speed-up over BSP with the confidence interval."""
     rows: list[dict[str, Any]] = [
         {
-            "place": place, "ratio": winner.speedup, "low": winner.interval_low, "high": winner.interval_high,
-            "variant": winner.config.variant, "shown": times(winner.speedup),
-            "told": f"{name}, {winner.config.variant}: {microseconds(winner.latency_us)} us, {faster(winner.speedup)} "
-            f"{interval((winner.interval_low, winner.interval_high))}, which takes {microseconds(winner.baseline_us)} us",
+            "place": place, "ratio": row.speedup, "low": row.low, "high": row.high, "variant": row.variant,
+            "shown": times(row.speedup),
+            "told": f"{row.name}, {row.variant}: {microseconds(row.us)} us, {faster(row.speedup)} "
+            f"{interval((row.low, row.high))}, which takes {microseconds(row.bsp_us)} us",
         }
-        for place, (name, winner) in enumerate(winners)
+        for place, row in enumerate(ratios)
     ]  # fmt: skip
     low, high = min(0.95, *(row["low"] for row in rows)), max(1.1, *(row["high"] for row in rows))
     kind: Any = "linear" if high < STRAIGHT * low else "log"
     x = alt.X("ratio:Q", title="speed-up over BSP (times), with the 95 % interval")
     x = x.scale(type=kind, domain=[low, high + (high - low) * 0.08], nice=False).axis(orient="top", tickCount=8)
     colour = alt.Color("variant:N", title="variant").scale(**formatting.scale(row["variant"] for row in rows)).legend(_legend())
-    base = alt.Chart(_data(rows)).encode(y=_places([name for name, _ in winners]), color=colour)
+    base = alt.Chart(_data(rows)).encode(y=_places([row.name for row in ratios]), color=colour)
     bars = base.transform_calculate(ratio="datum.low").mark_rule(aria=False, strokeWidth=3, opacity=0.45).encode(x=x, x2="high:Q")
     dots = base.mark_point(filled=True, size=60, opacity=1).encode(x=x, description="told:N")
     said = base.transform_calculate(ratio="datum.high").mark_text(aria=False, align="left", dx=7)
     said = said.encode(x=x, text="shown:N", color=alt.value("currentColor"))
     bsp = alt.Chart(_data([{"ratio": 1.0}])).mark_rule(aria=False, color="currentColor", strokeWidth=2, opacity=0.6).encode(x=x)
     chart = alt.layer(bsp, bars, dots, said).properties(width=WIDTH, height=ROW * len(rows))
-    told = "A dot for each winner, a bar for its interval. The table below has the figures."
+    told = "A dot for each config, a bar for its interval."
     return drawn(chart, "Speed-up over BSP by problem", told)
 
 
@@ -241,6 +255,13 @@ def _taxed(calls: Sequence[Taxed]) -> str:
     return drawn(chart, "Where the time of BSP calls goes, in microseconds", told)
 
 
+def first_search(trials: Sequence[TrialRecord]) -> str:
+    """The trials of the search of the first problem, or nothing."""
+    problem = next((trial.run.problem for trial in trials if trial.run), None)
+    shown = [trial for trial in trials if trial.run and trial.run.problem == problem and "stage" not in trial.conditions]
+    return search(shown) if shown else ""
+
+
 def search(trials: Sequence[TrialRecord]) -> str:
     """Trials in their order. The scale shows the last 5 % before the best at full width. Failed trials are above, by status."""
     configs = dict(enumerate(_configs(trials), 1))
@@ -275,7 +296,9 @@ def _timed(timed: Mapping[int, tuple[TrialRecord, float]], configs: Mapping[int,
     for at, (trial, us) in timed.items():
         told = f"{at}. {trial.status} {microseconds(us)} us: {configs[at] if us <= best * (1.0 + LAST) else trial.config.variant}"
         excess, so_far = min(us / best - 1.0, top), min(so_far, us)
-        rows.append({"trial": at, "excess": excess, "variant": trial.config.variant, "status": trial.status, "told": told})
+        clamped = us / best - 1.0 > top
+        rows.append({"trial": at, "excess": excess, "variant": trial.config.variant, "told": told + BEYOND * clamped})
+        rows[-1] |= {"pruned": trial.status == "pruned", "shape": CLAMPED if clamped else SHAPES[trial.status == "pruned"]}
         if us == so_far:
             steps.append({"trial": at, "excess": min(us / best - 1.0, top)})
     steps.append({"trial": len(configs), "excess": 0.0})
@@ -287,8 +310,9 @@ def _timed(timed: Mapping[int, tuple[TrialRecord, float]], configs: Mapping[int,
     last = alt.Chart(_data([{"excess": 0.0, "to": LAST}])).mark_rect(aria=False, opacity=0.08, color="currentColor")
     line = alt.Chart(_data(steps)).mark_line(aria=False, interpolate="step-after", color="currentColor", opacity=0.6)
     dots = alt.Chart(_data(rows)).encode(x=x, y=y, color=colour, description="told:N")
-    others = dots.transform_filter("datum.status != 'pruned'").mark_point(filled=True, size=32, opacity=1)
-    pruned = dots.transform_filter("datum.status == 'pruned'").mark_point(filled=False, shape="diamond", size=32, opacity=1)
+    dots = dots.encode(shape=alt.Shape("shape:N").scale(None))
+    others = dots.transform_filter("!datum.pruned").mark_point(filled=True, size=32, opacity=1)
+    pruned = dots.transform_filter("datum.pruned").mark_point(filled=False, size=32, opacity=1)
     chart = alt.layer(last.encode(y=y, y2="to:Q"), line.encode(x=x, y=y), pruned, others)
     return chart.properties(width=WIDTH, height=SEARCH_HEIGHT)
 

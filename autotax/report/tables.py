@@ -42,6 +42,7 @@ from autotax.report.formatting import (
     won,
 )
 from autotax.tuner.comparison import TUNED
+from autotax.tuner.progress import Verdict
 from autotax.tuner.run_recorder import FINALISTS
 from autotax.tuner.statistics import median_interval
 
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from autotax.runner.measurement import Measurement
     from autotax.runner.precompile import Surveyed
     from autotax.runner.trace import Timeline
-    from autotax.tuner import Comparison, Standing, Verdict
+    from autotax.tuner import Comparison, Standing
 
 WINNER_STYLE = "bold green"
 MOST_FOLD, FEWEST_ROUNDS = 5.0, 10
@@ -65,18 +66,20 @@ REFRESHED_STYLES = {"kept": "green", "bsp": "yellow"}
 def finalists(verdict: Verdict) -> Fitting:
     """The finalists of a run against bulk-synchronous (BSP), the fastest first."""
     wide, narrow = _standings(verdict, whole=True), _standings(verdict, whole=False)
-    ranked = [(str(rank), standing.measurement.config) for rank, standing in enumerate(verdict.standings, 1)]
+    measured = [standing.measurement for standing in verdict.standings]
+    rates = [_told_rates(verdict, each, _bound_us(verdict, each)) for each in measured]
+    ranked = [(str(rank), each.config, told) for rank, (each, told) in enumerate(zip(measured, rates, strict=True), 1)]
     return Fitting(wide, Group(narrow, legend(ranked)))
 
 
 def _standings(verdict: Verdict, *, whole: bool) -> Table:
     """`whole`: with the parameters of the configs in the table."""
-    noise = scatter([standing.measurement for standing in verdict.standings], verdict.hardware)
+    noise = scatter_of(verdict)
     table = grid(title(verdict.problem), outcome(verdict), noise, *_background(verdict))
     beside = _shows_both(standing.measurement for standing in verdict.standings)
     columns(
-        table, "", "config" if whole else "variant", *_columns(beside), *(rates := _rate_columns(verdict, whole)),
-        "vs BSP [95 %]>", "verified", "verdict|",
+        table, "", "config" if whole else "variant", *_columns(beside), *(rates := _rate_columns(verdict) if whole else []),
+        "vs BSP [95 %]>", *(["verified"] if whole else []), "verdict|",
     )  # fmt: skip
     for rank, standing in enumerate(verdict.standings, 1):
         measurement = standing.measurement
@@ -86,7 +89,7 @@ def _standings(verdict: Verdict, *, whole: bool) -> Table:
             *_figures(measurement, beside),
             *_rates(verdict.problem, measurement, rates, _bound_us(verdict, measurement)),
             "-" if noise else _ratio(verdict, standing),
-            "yes" if measurement.verified else "no",
+            *(["yes" if measurement.verified else "no"] if whole else []),
             _mark(verdict, standing),
             style=WINNER_STYLE if standing == verdict.winner else "",
         )
@@ -97,18 +100,20 @@ def _ratio(verdict: Verdict, standing: Standing) -> str:
     return times(standing.speedup) + ("" if _is_baseline(verdict, standing) else f" {interval(standing.interval)}")
 
 
-def scatter(measured: Iterable[Measurement], hardware: Hardware) -> str:
+def scatter_of(found: Verdict | Comparison) -> str:
     """A line in place of ratios if samples of CPU ranks scatter so much that medians mean nothing; else nothing."""
-    rounds = [sorted(m.rounds) for m in measured if not hardware.on_gpu and len(m.rounds) >= FEWEST_ROUNDS]
+    rows = found.standings if isinstance(found, Verdict) else [row for row in found.rows if row.measurement.verified]
+    each = [] if found.hardware.on_gpu else [sorted(row.measurement.rounds) for row in rows]
+    rounds = [times for times in each if len(times) >= FEWEST_ROUNDS]
     fold = max((times[-1 - len(times) // 10] / max(times[len(times) // 10], 1e-3) for times in rounds), default=1.0)
     if fold < MOST_FOLD:
         return ""
     return f"samples of one config scatter {fold:.0f}-fold, so medians mean little here and no ratios are shown"
 
 
-def _rate_columns(shown: Verdict | Comparison, whole: bool) -> list[str]:
-    """The columns of rates, on GPUs and where there is room: TFLOP/s of products, GB/s of all else."""
-    if not (whole and shown.hardware.on_gpu):
+def _rate_columns(shown: Verdict | Comparison) -> list[str]:
+    """The columns of rates, on GPUs: TFLOP/s of products, GB/s of all else."""
+    if not shown.hardware.on_gpu:
         return []
     there = {"TFLOP/s>": shown.problem.flops, "GB/s>": not shown.problem.flops, "of bound>": registry.of(shown.problem).bounds}
     return [name for name, known in there.items() if known]
@@ -124,6 +129,13 @@ def _rates(problem: Problem, measurement: Measurement, names: Sequence[str], bou
     return [found[name] for name in names]
 
 
+def _told_rates(shown: Verdict | Comparison, measurement: Measurement, bound_us: float | None) -> str:
+    """`412 TFLOP/s, 75 % of bound`"""
+    names = _rate_columns(shown)
+    rates = zip(names, _rates(shown.problem, measurement, names, bound_us), strict=True)
+    return ", ".join(f"{rate} {name.rstrip('>')}" for name, rate in rates if rate != "-")
+
+
 def _bound_us(verdict: Verdict, measurement: Measurement) -> float | None:
     known = registry.of(verdict.problem).bounds_us(verdict.problem, verdict.hardware, measurement.conditions)
     return max(known.values(), default=None)
@@ -131,7 +143,8 @@ def _bound_us(verdict: Verdict, measurement: Measurement) -> float | None:
 
 def summary(verdicts: Sequence[Verdict]) -> Group:
     """The outcome of many problems, one line each."""
-    table = grid("summary", *dict.fromkeys(place(verdict.hardware) for verdict in verdicts))
+    noise = {verdict.problem: scatter_of(verdict) for verdict in verdicts}
+    table = grid("summary", max(noise.values(), default=""), *dict.fromkeys(place(verdict.hardware) for verdict in verdicts))
     columns(table, "problem", "winner", "median us>", "vs BSP>")
     for verdict in verdicts:
         winner = verdict.winner
@@ -139,10 +152,10 @@ def summary(verdicts: Sequence[Verdict]) -> Group:
             f"{verdict.problem.op} {verdict.problem.brief()}",
             winner.measurement.config.variant if winner else Text("nothing verified", "red"),
             microseconds(winner.measurement.latency_us if winner else None),
-            times(winner.speedup if winner else None),
+            times(winner.speedup if winner and not noise[verdict.problem] else None),
         )
-    mean = bounds.geometric_mean(verdict.winner.speedup for verdict in verdicts if verdict.winner)
-    return Group(table, Text(f"geometric mean: {faster(mean)}"))
+    mean = bounds.geometric_mean(v.winner.speedup for v in verdicts if v.winner and not noise[v.problem])
+    return Group(table, Text(f"geometric mean: {faster(mean)}" if mean else ""))
 
 
 def refreshed(found: Sequence[Refreshed], hardware: Hardware) -> Table:
@@ -156,7 +169,7 @@ def refreshed(found: Sequence[Refreshed], hardware: Hardware) -> Table:
             Text(former.config.variant),
             times(former.speedup),
             times(winner.speedup if winner else None),
-            Text(each.outcome, REFRESHED_STYLES.get(each.outcome, "red")),
+            Text(each.outcome + ", a tie" * each.verdict.tie, REFRESHED_STYLES.get(each.outcome, "red")),
         )
     return table
 
@@ -167,7 +180,7 @@ def refreshed_outcome(found: Refreshed) -> str:
     if winner is None:
         return {"interrupted": "interrupted", "late": "the time limit came first"}.get(found.outcome, "nothing could be verified")
     if found.outcome == "bsp" and winner.measurement.config.variant == "bsp":
-        return "BSP wins: no former winner is faster here"
+        return "differences are within noise; BSP is kept" if found.verdict.tie else "BSP wins: no former winner is faster here"
     return f"{winner.measurement.config.variant} is {faster(winner.speedup)}"
 
 
@@ -185,18 +198,21 @@ def winners(found: Sequence[WinnerRecord], why: Sequence[str], of: str = "") -> 
     return listing(number(len(found), "winner"), places, names, rows)
 
 
-def comparison(compared: Comparison) -> Fitting:
-    """The rows of a comparison, measured in one interleaved run."""
-    rows = [(row.name, row.measurement.config) for row in compared.rows]
+def comparison(compared: Comparison) -> Fitting | Text:
+    """The rows of a comparison, measured in one interleaved run, or why there are none."""
+    if compared.error and not compared.rows:
+        return _failed(compared)
+    bound = bounds.bound_of(compared)
+    rates = [_told_rates(compared, row.measurement, bound.us if bound else None) for row in compared.rows]
+    rows = [(row.name, row.measurement.config, told) for row, told in zip(compared.rows, rates, strict=True)]
     return Fitting(_compared(compared, whole=True), Group(_compared(compared, whole=False), legend(rows)))
 
 
 def _compared(compared: Comparison, *, whole: bool) -> Table:
     """`whole`: with the parameters of the configs in the table."""
     rows, hardware = compared.rows, compared.hardware
-    failed = f"it could not be compared: {compared.error}" if compared.error else ""
-    noise = scatter([row.measurement for row in rows if row.measurement.verified], hardware)
-    told = [failed, noise, _distance(compared), "" if noise else _against_peer(compared)]
+    noise = scatter_of(compared)
+    told = [noise, _distance(compared), "" if noise else _against_peer(compared)]
     told += [unusual(compared.conditions, hardware), place(hardware)]
     table = grid(f"{title(compared.problem)}: compared", *told)
     operator = registry.of(compared.problem)
@@ -205,7 +221,7 @@ def _compared(compared: Comparison, *, whole: bool) -> Table:
     beside = _shows_both(row.measurement for row in rows)
     columns(
         table, "", "config" if whole else "variant", *(["chosen as"] if sources else []), *_columns(beside),
-        *(rates := _rate_columns(compared, whole)), "vs BSP>", "verified", "status",
+        *(rates := _rate_columns(compared) if whole else []), "vs BSP>", "verified", "status",
     )  # fmt: skip
     bound = bounds.bound_of(compared)
     timed = [row for row in rows if row.speedup is not None and row.name != part]
@@ -245,14 +261,19 @@ def _figures(measurement: Measurement, beside: bool) -> list[str]:
     return [us + ends, microseconds(measurement.back_to_back_us)]
 
 
-def taxes(compared: Comparison) -> Table:
+def _failed(compared: Comparison) -> Text:
+    return Text(f"{title(compared.problem)}: it could not be compared: {compared.error}")
+
+
+def taxes(compared: Comparison) -> Table | Text:
     """Where the time of bulk-synchronous calls goes."""
+    if compared.error and not compared.rows:
+        return _failed(compared)
     told = documents.of_taxes(compared)
-    failed = f"it could not be compared: {compared.error}" if compared.error else ""
     bsp, tuned, back = told["bsp_us"], told["tuned_us"], told["won_back"]
     outcome = f"BSP takes {microseconds(bsp)} us, {TUNED} {microseconds(tuned)} us"
     outcome += f"; of what BSP takes beyond the work {won(back)} is won back" if back is not None else ""
-    caption = failed, outcome, unusual(compared.conditions, compared.hardware), place(compared.hardware)
+    caption = outcome, unusual(compared.conditions, compared.hardware), place(compared.hardware)
     table = grid(f"{title(compared.problem)}: taxes", *caption)
     columns(table, "part", "us>", "of BSP>", "what it is")
     for tax in told["taxes"]:
@@ -260,9 +281,12 @@ def taxes(compared: Comparison) -> Table:
     return table
 
 
-def means(compared: Sequence[Comparison]) -> Table:
+def means(compared: Sequence[Comparison]) -> Table | Text:
     """Geometric means over many problems, an operator a line."""
-    table = grid("geometric means", *dict.fromkeys(place(c.hardware) for c in compared))
+    noise = max(map(scatter_of, compared), default="")
+    if not (compared := [c for c in compared if not scatter_of(c)]):
+        return Text(noise or "nothing was compared")
+    table = grid("geometric means", noise, *dict.fromkeys(place(c.hardware) for c in compared))
     columns(table, "operator", "problems>", "vs BSP>", "vs best alternative>", "failed>")
     for op in dict.fromkeys(c.problem.op for c in compared):
         count, over_bsp, over_peer = bounds.means(compared, op)
@@ -455,7 +479,7 @@ def outcome(verdict: Verdict) -> str:
     else:
         low, high = verdict.winner.interval
         ended = f"{verdict.winner.measurement.config.variant} wins"
-        if not scatter([standing.measurement for standing in verdict.standings], verdict.hardware):
+        if not scatter_of(verdict):
             ended += f": {faster(verdict.winner.speedup)} (95 % CI {low:.2f} to {high:.2f})"
     return f"{ended}; {tried}"
 

@@ -126,6 +126,12 @@ def _verified(document: Document) -> dict[str, float]:
     return {row["name"]: row["latency_us"] for row in document["rows"] if row["verified"] and row["latency_us"] is not None}
 
 
+def fastest_us(document: Document) -> float:
+    """The least latency of the verified rows that do all of the work."""
+    part = registry.named(document["problem"]["op"]).part
+    return min((us for name, us in _verified(document).items() if part is None or name != part.row), default=math.inf)
+
+
 def _by_bounds(whole: float, rows: dict[str, float], operator: Operator[Any], bounds: dict[str, float]) -> list[Tax]:
     """The parts for an operator without a ladder: the work that was measured alone, and the other bounds of a call."""
     part = rows.get(operator.part.row) if operator.part else None

@@ -50,6 +50,11 @@ def _declare() -> torch.library.Library:
     for key in KEYS:
         library.impl(REDUCE, symm_mem.matmul_all_reduce, key)
     library.impl(REDUCE, lambda a, b, _: a.new_empty(*a.shape[:-1], b.shape[1]), "Meta")
+    arguments = "Tensor A, Tensor B, Tensor? A_scale, Tensor B_scale, str quantize, str collective, str group_name"
+    library.define(f"{scaled.QUANTISED}({arguments}) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
+    for key in KEYS:
+        library.impl(scaled.QUANTISED, scaled.quantised_matmul, key)
+    library.impl(scaled.QUANTISED, scaled.meta_of_quantised_matmul, "Meta")
     return library
 
 

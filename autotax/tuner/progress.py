@@ -39,6 +39,12 @@ class Progress:
     gain: float | None = None
     """Expected gain of the next eight trials, as a share of the best latency; None without a model."""
 
+    def __repr__(self) -> str:
+        """`<Progress my-op/m=512,...: searching, 30 of 60 trials, best push(comm=8) 118.2 us>`"""
+        us = self.best.latency_us if self.best else None
+        best = f", best {self.best.config} {us:.1f} us" if self.best and us is not None else ""
+        return f"<Progress {self.problem.key}: {self.phase}, {self.done} of {self.wanted} trials{best}>"
+
 
 @dataclass(frozen=True)
 class Standing:

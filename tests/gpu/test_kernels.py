@@ -49,6 +49,8 @@ PROBLEMS += [
     AllGatherGemm(301, 784, 1152, "e4m3", "m", WORLD, scales="block"),
     AllGatherGemm(97, 784, 1040, "e4m3", "m", WORLD, scales="row", quantize="row"),
     GemmReduceScatter(301, 784, 1152, "e4m3", "scattered", WORLD, scales="row"),
+    GemmReduceScatter(61, 784, 1152, "e4m3", "scattered", WORLD, scales="tensor", operand="e5m2"),
+    AllGatherGemm(97, 784, 1152, "e4m3", "m", WORLD, scales="tensor", operand="e5m2"),
     GemmReduceScatter(97, 784, 1152, "e4m3", "replicated", WORLD, scales="block", quantize="block"),
 ]
 CASES = [(problem, variant) for problem in PROBLEMS for variant in space_for(problem, detect()).variants]
