@@ -226,10 +226,15 @@ def take(there, taken, turn, TARGET: gl.constexpr):
     mbarrier.arrive(taken)
 
 
+@gluon.constexpr_function
+def layout_of_pieces(wide):
+    return gl.BlockedLayout([1, 8], [256 // wide, wide // 8], [4, 1], [1, 0])
+
+
 @gluon.jit
 def places(block, tile, within, rows, n, HIGH: gl.constexpr, WIDE: gl.constexpr):
     """Offsets of the elements of a piece in rows of n, a mask of those that exist, and the rows and columns."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = layout_of_pieces(WIDE)
     r = block * HIGH + within * PIECE_ROWS + gl.arange(0, PIECE_ROWS, layout=gl.SliceLayout(1, layout))
     c = tile * WIDE + gl.arange(0, WIDE, layout=gl.SliceLayout(0, layout))
     return r.to(gl.int64)[:, None] * n + c[None, :], (r < rows)[:, None] & (c < n)[None, :], r, c
@@ -289,7 +294,7 @@ def add_own(
         at, inside, r, c = places(block, tile, piece % down, rows, n, HIGH, WIDE)
         take(there.index(WORKER), taken.index(WORKER), before + turn, TARGET)
         own = sum_of_halves(halves, 0, at, inside, size, WORLD)
-        total = own * 0.0
+        total = gl.zeros([PIECE_ROWS, WIDE], gl.float32, layout_of_pieces(WIDE))
         for source in gl.static_range(WORLD):
             first = ((epoch & 1) * WORLD + source) * size
             sent = gl.load(box + first + at, mask=inside & (source != rank), other=0.0, cache_modifier=".cg")
