@@ -36,7 +36,7 @@ from autotax.software import Environment, environment
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, Listener, Progress, Settings, Silence, Verdict
 from autotax.tuner.comparison import Choice, baseline_for, best_of, shown_variants, trials_here
-from autotax.tuner.time_limit import TimeLimit
+from autotax.tuner.tuning import TimeLimit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,9 +211,10 @@ def refresh_on(
     *,
     soak: int | None = None,
     timeout_s: float | None = None,
+    each_s: float | None = None,
 ) -> Iterator[Refreshed]:
     """Yields each problem when it is proven. All problems of a world size share one pool of ranks. Ends early when interrupted or
-    late.
+    after `timeout_s` seconds. With `each_s` only the best former winner of a problem is proven, for about so many seconds.
     """
     limit = TimeLimit(timeout_s)
     for world_size, group in groupby(stale, key=lambda item: item.problem.world_size):
@@ -224,16 +225,17 @@ def refresh_on(
                     return
                 for coming in several[number + 1 : number + 2]:  # compiles its kernels ahead
                     runner.expect(coming.problem, coming.configs)
-                configs = tuple(dict.fromkeys((*item.baselines, *item.configs)))
+                most = None if each_s is None else 1
+                configs = tuple(dict.fromkeys((*item.baselines[:most], *item.configs[:most])))
                 with watch(item.problem, hardware) as listener:
                     verdict = tuner.prove(
                         item.problem, configs, hardware=hardware, runner=runner, store=store, environment=runner.environment,
                         settings=Settings(trials=len(configs), soak=soak, conditions=item.conditions), listener=listener,
-                        limit=limit,
+                        limit=limit if each_s is None or limit.left <= each_s else TimeLimit(each_s),
                     )  # fmt: skip
                 reload()
                 yield Refreshed(item, verdict)
-                if verdict.interrupted or verdict.late:
+                if verdict.interrupted:
                     return
 
 

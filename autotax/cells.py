@@ -115,12 +115,12 @@ def _of_a_cell(value: Any) -> bool:
 def _globals_of(text: str) -> set[str]:
     """The global names that a definition refers to."""
     top = symtable.symtable(text, "cell", "exec")
-    tables, found = [top], set()
+    tables, names = [top], set()
     while tables:
         table = tables.pop()
         tables += table.get_children()
-        found |= {s.get_name() for s in table.get_symbols() if s.is_referenced() and (s.is_global() or table is top)}
-    return found
+        names |= {s.get_name() for s in table.get_symbols() if s.is_referenced() and (s.is_global() or table is top)}
+    return names
 
 
 def _stated(name: str, value: Any, user: str) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autotax.core.conditions import Conditions
     from autotax.hardware import Hardware
     from autotax.tuner.comparison import Comparison
-    from autotax.tuner.time_limit import TimeLimit
+    from autotax.tuner.tuning import TimeLimit
 
 @dataclass(frozen=True)
 class CompareOptions(LimitedOptions):
@@ -74,7 +74,7 @@ def compare_and_show(
 
     An interrupt keeps the finished comparisons of a file. `every_variant` selects the problems with a row for each variant.
     """
-    from autotax.tuner.time_limit import TimeLimit
+    from autotax.tuner.tuning import TimeLimit
 
     if of.shapes is None:
         what.require()
@@ -97,7 +97,7 @@ def compare_and_show(
             raise
         say(f"{stop or 'interrupted'}; {len(compared)} of {len(problems)} problems were compared")
     if not limit.left and many:
-        say(f"{limit} is over; {sum(bool(each.rows) for each in compared)} of {len(problems)} problems were compared")
+        say(f"{limit} is over; {sum(bool(one.rows) for one in compared)} of {len(problems)} problems were compared")
     compared.sort(key=lambda comparison: problems.index(comparison.problem))
     return compared, len(compared) == len(problems) and all(comparison.ok for comparison in compared)
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from autotax.engines.thresholds import agreed, listed, token_ranges
+from autotax.engines.thresholds import agreed, kept_bits, listed, token_ranges
+from autotax.heap.world import World
 from autotax.nn.consensus import DTYPES
 from autotax.operators.scaled import SCALES_OF, scales_shape
 from autotax.torch import scaled, symm_mem
@@ -35,6 +36,8 @@ class Row(NamedTuple):
     scales: str = ""
     """The attribute with the scales."""
     collective: str = scaled.ALL_REDUCE
+    keeps_bits: bool = False
+    """Whether a winner keeps the bits of a token whatever the number of tokens."""
 
 
 class Stored(NamedTuple):
@@ -44,7 +47,12 @@ class Stored(NamedTuple):
     scales: str = "weight_scale"
 
 
-def run(row: Row, layer: Any, x: Tensor) -> Tensor:
+def serves(row: Row | None, summed: bool, mode: bool) -> TypeGuard[Row]:
+    """Whether a row runs a call of its layer; `summed`: the layer sums by itself, `mode`: the engine is batch-invariant."""
+    return row is not None and (not mode or (row.keeps_bits and summed))
+
+
+def run(row: Row, layer: Any, x: Tensor, batch_invariant: bool = False) -> Tensor:
     """The sum over the ranks of the layer's products, or the product of gathered rows, without a bias."""
     y: Tensor
     if row.quantize:
@@ -53,7 +61,7 @@ def run(row: Row, layer: Any, x: Tensor) -> Tensor:
         how = row.quantize, row.collective, row.group
         y = torch.ops.autotax.fused_quantised_matmul(x, layer.weight, scale, scales, *how)
     else:
-        y = torch.ops.autotax.fused_matmul_all_reduce(x, layer.weight.t(), row.group)
+        y = torch.ops.autotax.fused_matmul_all_reduce(x, layer.weight.t(), row.group, batch_invariant)
     return y
 
 
@@ -64,10 +72,12 @@ def plain_row(n: int, k: int, dtype: torch.dtype, group: Any, device: torch.devi
     """
     if group.world_size == 1 or dtype not in DTYPES:
         return None
-    ranges = token_ranges(n, k, DTYPES[dtype], group.world_size)
-    if not _agreed(ranges, name, group, device):
+    sizes = n, k, DTYPES[dtype], group.world_size
+    world = World.of(group.device_group, device)
+    ranges = token_ranges(*sizes, world=world)
+    if not _agreed(ranges, name, world):
         return None
-    row = Row(str(group.device_group.group_name))
+    row = Row(str(group.device_group.group_name), keeps_bits=kept_bits(*sizes, name, world))
     symm_mem.reduce_by(row.group, group.all_reduce)
     return row
 
@@ -94,8 +104,9 @@ def scaled_row(
     layout, ranks = SCALES_OF[stored.quantize], group.world_size
     more = {"scales": layout, "result": scaled.RESULTS[result], "quantize": stored.quantize}
     output = {scaled.ALL_REDUCE: "replicated", scaled.REDUCE_SCATTER: "scattered", scaled.ALL_GATHER: "gathered"}[collective]
-    ranges = token_ranges(n, k, "e4m3", ranks, output=output, **more) if alike else []  # type: ignore[arg-type]
-    if not _agreed(ranges, name, group, layer.weight.device):
+    world = World.of(group.device_group, layer.weight.device)
+    ranges = token_ranges(n, k, "e4m3", ranks, output=output, world=world, **more)  # type: ignore[arg-type]
+    if not _agreed(ranges if alike else [], name, world):
         return None
     attribute = stored.scales
     if layout == "row" and scales.numel() == 1:
@@ -127,9 +138,9 @@ def left(name: str, reason: str) -> None:
     log.info("autotax leaves %s as it is: %s", name, reason)
 
 
-def _agreed(ranges: list[tuple[int, int]], name: str, group: Any, device: torch.device) -> bool:
+def _agreed(ranges: list[tuple[int, int]], name: str, world: World) -> bool:
     """Whether the ranks have the same ranges, and any. Logs either answer."""
-    if ranges := agreed(ranges, name, group.device_group, device):
+    if ranges := agreed(ranges, name, world):
         log.info("autotax serves %s for %s tokens", name, listed(ranges))
     else:
         left(name, "no winner is faster for any number of tokens")

@@ -4,7 +4,8 @@ With --enable-layernorm-sp, SGLang calls torch's fused operators: `autotax.torch
 throw the gathered input away but let torch return it; here they do not. Row-parallel layers that sum over the ranks fuse
 the sum with their product where a winner is faster. Merges of decode context parallelism use winners by number of tokens.
 
-In SGLang's deterministic mode SGLang's own functions run: see autotax.engines.batch_invariance.
+In SGLang's deterministic mode row-parallel layers run one config for all numbers of tokens, and the rest is SGLang's own: see
+autotax.engines.batch_invariance.
 
 The drop-ins for `sglang/srt/layers/dcp/comm.py` have the same names, signatures and results. They take O [tokens, heads,
 head_dim] and LSE [tokens, heads] of this rank, and `cp_group`, SGLang's GroupCoordinator. They do not use `ctx`,
@@ -117,10 +118,12 @@ def _own_heads(o: Tensor, lse: Tensor, cp_group: Any, base_on_e: bool) -> tuple[
 
 def register() -> None:
     """The entry point in each process of SGLang. Never raises: a part that differs in SGLang stays as it is, with one line."""
+    layers = Part("parallel layers", _LAYERS, _hook_layers)
     if batch_invariance.sglang():
+        take("SGLang", (layers,), log)
         return
     parts = (
-        Part("parallel layers", _LAYERS, _hook_layers),
+        layers,
         Part("decode merges", _MERGING, _hook_merges),
         Part("norms", _NORMING, _hook_norms),
     )
@@ -133,8 +136,9 @@ def _hook_layers() -> None:
     import autotax.torch
 
     global _installed
-    autotax.torch.install()
-    _installed = True
+    if not batch_invariance.sglang():
+        autotax.torch.install(prove=True)
+        _installed = True
     HookRegistry.register(f"{_SP}.column_parallel_g_matmul", column_parallel, HookType.AROUND)
     HookRegistry.register(f"{_SP}.row_parallel_gbar_matmul", scattered_row_parallel, HookType.AROUND)
     HookRegistry.register(f"{_LINEAR}.RowParallelLinear.forward", row_parallel, HookType.AROUND)
@@ -156,7 +160,7 @@ def _hook_norms() -> None:
 
 
 def _stands_back() -> bool:
-    """Whether SGLang runs a call itself. In deterministic mode this also restores torch's fused operators."""
+    """Whether SGLang is in deterministic mode. If so, this also restores torch's fused operators."""
     global _installed
     if not batch_invariance.sglang():
         return False
@@ -220,8 +224,8 @@ def forward_with_allreduce_fusion(
     whole = use_attn_tp_group and getattr(norm_module, "variance_size_override", None) is None
 
     def fused(x: Any, residual: Any) -> Any:
-        found = _normed(x, residual, weight, norm_module.variance_epsilon)
-        return original(norm_module, x, residual, None, weight, use_attn_tp_group) if found is None else (found[0], found[1])
+        outputs = _normed(x, residual, weight, norm_module.variance_epsilon)
+        return original(norm_module, x, residual, None, weight, use_attn_tp_group) if outputs is None else outputs[:2]
 
     if residual is not None and whole and post_residual_addition is None:
         return pending.normed(x, residual, get_parallel().tp_group, fused, norm_module)
@@ -244,9 +248,9 @@ def all_reduce_residual_norm(
 ) -> Any:
     """SGLang's own one-shot kernel. Ours where nobody has chosen how SGLang's is to run."""
     if cluster_size is two_shot is vecs_per_thread is None:
-        found = _normed(input, residual, norm_weight, norm_eps, world_size, int(gemma), residual_out)
-        if found is not None:
-            return found[0], found[1]
+        outputs = _normed(input, residual, norm_weight, norm_eps, world_size, int(gemma), residual_out)
+        if outputs is not None:
+            return outputs[0], outputs[1]
     options = {"cluster_size": cluster_size, "two_shot": two_shot, "vecs_per_thread": vecs_per_thread}
     options |= {"world_size": world_size, "gemma": gemma, "residual_out": residual_out}
     return original(input, residual, norm_weight, norm_eps, **options)
@@ -323,7 +327,8 @@ def row_parallel(
     from autotax.engines import pending, rows
     from autotax.nn.groups import capturing
 
-    if _stands_back() or not isinstance(input_, torch.Tensor):  # the norm in front of the layer may have quantised its input
+    mode = _stands_back()
+    if not isinstance(input_, torch.Tensor):  # the norm in front of the layer may have quantised its input
         return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
     row = vars(layer).get("_autotax_row", _UNKNOWN)
     if row is _UNKNOWN and capturing(input_.device):
@@ -331,12 +336,14 @@ def row_parallel(
     if row is _UNKNOWN:
         row = layer._autotax_row = _row_of(layer)
     otherwise = should_skip_mlp_all_reduce() or get_forward().sp_active or layer.use_decode_attn_tp
-    if row is None or otherwise or output_tensor is not None or get_exec().comm.enable_quant_communications:
+    otherwise = otherwise or output_tensor is not None or get_exec().comm.enable_quant_communications
+    summed = layer.reduce_results and not skip_all_reduce
+    if not rows.serves(row, summed, mode) or otherwise:
         return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
-    if skip_all_reduce or not layer.reduce_results:
+    if not summed:
         output = pending.result(layer, row, input_, lambda x: original(layer, x, skip_all_reduce, forward_batch, None)[0])
     else:
-        output = rows.run(row, layer, input_)
+        output = rows.run(row, layer, input_, mode)
     return output, layer.bias if layer.skip_bias_add else None
 
 

@@ -165,14 +165,16 @@ log = logging.getLogger("autotax")
 
 def register() -> None:
     """The entry point in each process of vLLM. Never raises: a part that differs in vLLM stays as it is, with one line."""
+    layers = Part("row-parallel layers", (*_ROW_PARALLEL, _HASHING), _replace_layer)
     if batch_invariance.vllm():
+        take("vLLM", (layers,), log)
         return
     eager = [
         Part(f"{name}", (_NORMING[module],), functools.partial(_wrap_eager_norms, module, name, offset))
         for module, (name, offset) in _EAGER.items()
     ]
     parts = (
-        Part("row-parallel layers", (*_ROW_PARALLEL, _HASHING), _replace_layer),
+        layers,
         Part("decode merges", _MERGING, _wrap_merges),
         *eager,
         Part("compiled norms", (_FUSING,), _replace_fused_norm),
@@ -224,7 +226,7 @@ def _wrap(module: str, name: str, wrapper: Any) -> None:
         return
     wrapped = wrapper(original)
     wrapped._autotax = True
-    for other in [each for path, each in list(sys.modules.items()) if path.partition(".")[0] == "vllm"]:
+    for other in [loaded for path, loaded in list(sys.modules.items()) if path.partition(".")[0] == "vllm"]:
         for attribute, value in list(vars(other).items()):
             if value is original:
                 setattr(other, attribute, wrapped)
@@ -265,8 +267,8 @@ def _tuned_norm(original: Any, offset: int) -> Any:
         weight, whole = norm.weight, getattr(norm, "variance_size_override", None) is None
 
         def fused(partial: Any, residual: Any) -> Any:
-            found = fused_norm(partial, residual, weight, norm.variance_epsilon, offset=offset) if whole else None
-            return original(partial, residual, norm) if found is None else (found[0], found[1])
+            outputs = fused_norm(partial, residual, weight, norm.variance_epsilon, offset=offset) if whole else None
+            return original(partial, residual, norm) if outputs is None else (outputs[0], outputs[1])
 
         if residual is None:
             return original(hidden_states, residual, norm)
@@ -356,13 +358,15 @@ def tuned_layer(base: type[Any]) -> type[Any]:
             self._autotax_row = _row_of(self)
 
         def forward(self, input_: Any) -> Any:
+            mode = invariant()
             # Other inputs were quantised by the norm in front of the layer.
-            if self._autotax_row is None or invariant() or not isinstance(input_, torch.Tensor):
+            row = self._autotax_row
+            if not isinstance(input_, torch.Tensor) or not rows.serves(row, self.reduce_results, mode):
                 return super().forward(input_)
             if self.reduce_results:
-                output = rows.run(self._autotax_row, self, input_)
+                output = rows.run(row, self, input_, mode)
             else:
-                output = pending.result(self, self._autotax_row, input_, lambda x: self.quant_method.apply(self, x, None))
+                output = pending.result(self, row, input_, lambda x: self.quant_method.apply(self, x, None))
             if not self.return_bias:
                 return output
             return output, self.bias if self.skip_bias_add else None
@@ -380,7 +384,7 @@ def _row_of(layer: Any) -> Row | None:
     from autotax.engines import rows
 
     no_bias = layer.bias is None or layer.skip_bias_add
-    if not (no_bias and layer.input_is_parallel and layer.tp_size > 1) or batch_invariance.vllm():
+    if not (no_bias and layer.input_is_parallel and layer.tp_size > 1):
         return None
     group, name = get_tp_group(), layer.prefix or type(layer).__name__
     if type(layer.quant_method) is UnquantizedLinearMethod:

@@ -66,8 +66,9 @@ class AllGatherLinear(ParallelLinear):
       for x, which is GEMM + Reduce-Scatter.
     - `like`: another layer whose group, sizes, configs and workspaces this one shares; only `weight` and `bias` are used
       then, and construction is not collective. For layers of equal shapes whose calls follow each other on one stream.
-    - `prove`: before look-ups, prove winners again that are stale only in software, by separate processes on the same GPUs. True,
-      or the time limit in seconds (True: 60). Proven winners are stored.
+    - `prove`: before look-ups, prove winners again that are stale only in software, by separate processes on the same GPUs. The
+      outcome is stored, so it happens once. Give the limit in seconds, or True: $AUTOTAX_PROVE_S seconds (10) for each size, and
+      30 to start.
     - `batch_invariant`: one config for all sizes, whose rows have the same bits whatever their number; calls are never
       bulk-synchronous. Needs several ranks. Default: whether VLLM_BATCH_INVARIANT or SGLANG_ENABLE_DETERMINISTIC_INFERENCE is on.
     - `check`: compare each call with those of the other ranks, which then wait for one another; default: AUTOTAX_CHECK=1 in

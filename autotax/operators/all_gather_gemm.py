@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.errors import UsageError
 from autotax.core.problem import ITEM_SIZES, Problem, ceil_div, choice, ranks, size
-from autotax.hardware import has_iris
+from autotax.hardware import has_iris, links_us
 from autotax.operators import scaled
 from autotax.operators.declaration import Operator, Rates
-from autotax.operators.links import links_us
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

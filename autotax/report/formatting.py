@@ -16,7 +16,7 @@ from rich.text import Text
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.core.error_text import summary
+from autotax.core.errors import summary
 from autotax.core.problem import Problem
 from autotax.core.terminal import WIDEST, console
 from autotax.hardware import Hardware
@@ -95,10 +95,10 @@ def unusual(conditions: Conditions, hardware: Hardware) -> str:
     return "" if conditions == Conditions.usual(hardware.on_gpu) else f"tuned for {deployed(conditions)}"
 
 
-def accounts(found: Mapping[str, float], hardware: Hardware) -> str:
+def accounts(parts: Mapping[str, float], hardware: Hardware) -> str:
     """Where the time of a run went: `Search 5 s, finals 9 s; ranks waited for the host 16 % of the time.`"""
-    seconds, search_s = found["seconds"], found["search_s"]
-    idle = f"{'GPUs' if hardware.on_gpu else 'ranks'} waited for the host {share(found['idle_share'])} of the time"
+    seconds, search_s = parts["seconds"], parts["search_s"]
+    idle = f"{'GPUs' if hardware.on_gpu else 'ranks'} waited for the host {share(parts['idle_share'])} of the time"
     return f"Search {search_s:.0f} s, finals {max(0.0, seconds - search_s):.0f} s; {idle}."
 
 
@@ -232,9 +232,9 @@ def columns(table: Table, *names: str) -> None:
         table.add_column(name.rstrip(">|"), justify=justify, no_wrap=whole, overflow="fold")  # type: ignore[arg-type]
 
 
-def listing(name: str, told: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Fitting:
+def listing(name: str, texts: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Fitting:
     """Rows of facts. The first fact of a row is its subject. On narrow screens each fact has a line with its label."""
-    table = grid(name, *told)
+    table = grid(name, *texts)
     columns(table, *names)
     narrow: list[RenderableType] = [Text(name, "bold")]
     for first, *facts in rows:
@@ -246,7 +246,7 @@ def listing(name: str, told: Sequence[str], names: Sequence[str], rows: Sequence
             if fact:
                 lines.add_row(f"  {label.rstrip('>|')}", fact)
         narrow += [Text(), first, lines]
-    return Fitting(table, Group(*narrow, Text(), *(Text(line, "dim") for line in told if line)))
+    return Fitting(table, Group(*narrow, Text(), *(Text(line, "dim") for line in texts if line)))
 
 
 def status_text(status: str, error: str | None) -> Text:

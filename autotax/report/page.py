@@ -15,7 +15,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from autotax.core.conditions import Conditions
-from autotax.core.error_text import summary
+from autotax.core.errors import summary
 from autotax.core.problem import Problem
 from autotax.db.records import TrialRecord, WinnerRecord
 from autotax.db.staleness import same_kernel
@@ -82,17 +82,17 @@ def page(
 ) -> str:
     """`source` is the name of the database without secrets. `compared` is the output of `autotax compare --json`."""
     tuned = _tuned(winners, trials)
-    shown = [each.winner for each in tuned if each.winner]
-    groups = [list(group) for _, group in groupby(tuned, lambda each: each.heading)]
+    shown = [entry.winner for entry in tuned if entry.winner]
+    groups = [list(group) for _, group in groupby(tuned, lambda entry: entry.heading)]
     beside = peers(compared)
-    found = f"{number(len(shown), 'winner')} and {number(len(trials), 'trial')} of {source}, "
-    found += f"{number(len(compared), 'comparison')}; {made:%Y-%m-%d %H:%M %Z}"
+    summary = f"{number(len(shown), 'winner')} and {number(len(trials), 'trial')} of {source}, "
+    summary += f"{number(len(compared), 'comparison')}; {made:%Y-%m-%d %H:%M %Z}"
     names = {trial.config.variant for trial in trials} | {winner.config.variant for winner in shown}
     rendered = _template().render(
-        told=found,
+        told=summary,
         headline=" ".join([_headline(tuned), *([f"Compared: {beside[0].means}."] if len(beside) == 1 else [])]),
         variants=[{"name": name, "colour": formatting.colour_of(name)} for name in sorted(names)],
-        sections=[_section(f"tuned-{at}", there) for at, there in enumerate(groups, 1)],
+        sections=[_section(f"tuned-{at}", entries) for at, entries in enumerate(groups, 1)],
         compared=beside,
         glossary=GLOSSARY,
     )
@@ -142,7 +142,7 @@ def _stale(winner: WinnerRecord) -> bool:
 
 def _headline(tuned: Sequence[TunedProblem]) -> str:
     """The page in one sentence."""
-    winners = [each.winner for each in tuned if each.winner]
+    winners = [entry.winner for entry in tuned if entry.winner]
     if not winners:
         return "No problem has a winner yet."
     ahead = sum(winner.speedup > 1 and not winner.tie for winner in winners)
@@ -157,8 +157,8 @@ def _spread(winners: Sequence[WinnerRecord]) -> str:
 
 def _section(anchor: str, tuned: Sequence[TunedProblem]) -> dict[str, Any]:
     """A chart and a table of the winners, and of the problems without a winner. Then each search, folded."""
-    winners = [each.winner for each in tuned if each.winner]
-    there = [
+    winners = [entry.winner for entry in tuned if entry.winner]
+    pairs = [
         charts.Ratio(
             winner.problem.brief(), winner.config.variant, winner.speedup, winner.interval_low, winner.interval_high,
             winner.latency_us, winner.baseline_us,
@@ -169,10 +169,10 @@ def _section(anchor: str, tuned: Sequence[TunedProblem]) -> dict[str, Any]:
     return {
         "anchor": anchor,
         "name": tuned[0].heading,
-        "told": f"{number(len(tuned), 'problem')}, {means}" if there else "no winner yet",
-        "speedups": Markup(charts.speedups(there)) if there else "",
+        "told": f"{number(len(tuned), 'problem')}, {means}" if pairs else "no winner yet",
+        "speedups": Markup(charts.speedups(pairs)) if pairs else "",
         "table": table(["problem", "winner", ">us", ">BSP us", ">vs BSP [95 %]", ">tuned", ""], map(_winner_line, tuned)),
-        "searches": [_search(each) for each in tuned if each.searched],
+        "searches": [_search(entry) for entry in tuned if entry.searched],
     }
 
 

@@ -62,8 +62,8 @@ def _beside(anchor: str, name: str, documents: Sequence[Document]) -> Beside:
 
 def _heading(document: Document) -> str:
     hardware = Hardware(**document["hardware"])
-    usual = Conditions.usual(hardware.on_gpu).to_dict()
-    return heading(problem_from_dict(document["problem"]), hardware, Conditions.from_dict(document.get("conditions") or usual))
+    defaults = Conditions.usual(hardware.on_gpu).to_dict()
+    return heading(problem_from_dict(document["problem"]), hardware, Conditions.from_dict(document.get("conditions") or defaults))
 
 
 def _tuned(document: Document) -> Document:

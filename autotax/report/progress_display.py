@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotax.core import terminal
-from autotax.core.error_text import summary
+from autotax.core.errors import summary
 from autotax.core.problem import Problem
 from autotax.core.settings import CPU_SOAK, GPU_SOAK
 from autotax.hardware import Hardware
@@ -54,9 +54,9 @@ class TuningScreen:
     def __call__(self, problem: Problem, hardware: Hardware) -> Iterator[Listener]:
         """A listener that shows one run as long as the context lasts."""
         self._began += 1
-        usual = GPU_SOAK if hardware.on_gpu else CPU_SOAK
+        soak = GPU_SOAK if hardware.on_gpu else CPU_SOAK
         pace = Pace(
-            soak=usual if self._soak is None else self._soak, number=self._began, of=self._problems, earlier=tuple(self._lasted),
+            soak=soak if self._soak is None else self._soak, number=self._began, of=self._problems, earlier=tuple(self._lasted),
             finals=tuple(self._finals), on_gpu=hardware.on_gpu, finalists_only=self._finalists_only,
         )  # fmt: skip
         if self._console.is_terminal:
@@ -254,8 +254,8 @@ def _left(pace: Pace, since: float = 0.0) -> str:
     own, every = pace.seconds_left, pace.all_left
     if own is None or every is None:
         return ""
-    told = f"{duration(max(0.0, own - since))} left"
-    return f"{told}, {duration(max(0.0, every - since))} for all" if pace.number < pace.of else told
+    remaining = f"{duration(max(0.0, own - since))} left"
+    return f"{remaining}, {duration(max(0.0, every - since))} for all" if pace.number < pace.of else remaining
 
 
 def _note(console: Console, text: str) -> None:

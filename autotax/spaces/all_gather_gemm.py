@@ -8,7 +8,7 @@ from dataclasses import replace
 from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
-from autotax.hardware import Hardware
+from autotax.hardware import Hardware, blocks_held, lanes
 from autotax.kernels.tiling import (
     BLOCK_K,
     BLOCKS_BESIDE_A,
@@ -26,7 +26,6 @@ from autotax.kernels.tiling import (
 )
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.spaces import scaled
-from autotax.spaces.pipeline import blocks_held, lanes
 
 MOST_CHUNKS = 64
 MOST_ROWS_ACROSS = 128

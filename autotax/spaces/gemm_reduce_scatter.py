@@ -11,11 +11,10 @@ import itertools
 from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
-from autotax.hardware import Hardware
+from autotax.hardware import LINK_GBPS, Hardware
 from autotax.kernels.tiling import BLOCK_K, MOST_RANKS
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
-from autotax.operators.links import LINK_GBPS
 from autotax.spaces import all_gather_gemm as gemm
 from autotax.spaces import scaled
 from autotax.spaces.all_gather_gemm import (

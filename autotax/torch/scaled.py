@@ -222,7 +222,7 @@ def all_gather_scaled_matmul(
     dtypes = [_dtype(dtype) for dtype in out_dtypes]
     more = list(zip(dtypes, biases, result_scales, strict=True))
     plans = plans_of(group_name, A.device)
-    odd = any(each is not None for each in (*biases, *result_scales))
+    odd = any(tensor is not None for tensor in (*biases, *result_scales))
     of_b = [(B.shape, B.stride(), B.dtype, scale.numel()) for B, scale in zip(Bs, B_scales, strict=True)]
     key = (GATHER_SCALED, A.shape, A.dtype, gather_dim, A_scale.numel(), *of_b, *dtypes, odd)
     plan = plans.known.get(key)
@@ -375,7 +375,7 @@ def _torchs_gather(
         flat = torch._scaled_mm(whole.flatten(0, -2), b, scale_a, scale_b, *of_b)
         return flat.unflatten(0, whole.shape[:-1]).movedim(0, gather_dim)
 
-    return whole.movedim(0, gather_dim), [product(*each) for each in zip(bs, scales_b, *more, strict=True)]
+    return whole.movedim(0, gather_dim), [product(*operands) for operands in zip(bs, scales_b, *more, strict=True)]
 
 
 def _torchs_scatter(
@@ -389,9 +389,9 @@ def _torchs_scatter(
     return result / dist.distributed_c10d._resolve_process_group(group_name).size() if average else result  # type: ignore[arg-type]
 
 
-def _dtype(given: Any) -> torch.dtype | None:
+def _dtype(dtype: Any) -> torch.dtype | None:
     """A torch.dtype from what torch's dispatcher passes, which may be a number."""
-    return torch_symm_mem._maybe_convert_scalar_types_to_dtypes([given])[0] if isinstance(given, int) else given
+    return torch_symm_mem._maybe_convert_scalar_types_to_dtypes([dtype])[0] if isinstance(dtype, int) else dtype
 
 
 OPERATORS: dict[str, Any] = {GATHER_SCALED: all_gather_scaled_matmul, SCATTER_SCALED: scaled_matmul_reduce_scatter}

@@ -23,7 +23,7 @@ from autotax.software import environment
 from autotax.spaces import Space
 from autotax.tuner.run_recorder import FINALISTS
 from autotax.tuner.statistics import speedup
-from autotax.tuner.time_limit import TimeLimit
+from autotax.tuner.tuning import TimeLimit
 
 UNPAIRED = 0.05
 """Two standard deviations of a search's figure."""
@@ -205,11 +205,11 @@ def compare(
     unique = list(dict.fromkeys(candidate for candidate, _ in labelled.values()))
     within_s = limit.left if limit and limit.seconds is not None else None
     try:
-        found = runner.measure(problem, unique, replace(EFFORT, within_s=within_s))
+        measurements = runner.measure(problem, unique, replace(EFFORT, within_s=within_s))
     except TimeIsUp as stage:
         late = f"{limit} came first ({stage}): give it more time"
         return Comparison(problem, hardware, conditions, (), None, late)
-    measured = dict(zip(unique, found, strict=True))
+    measured = dict(zip(unique, measurements, strict=True))
     reference = measured[labelled[f"bsp-{launched(conditions, hardware)}"][0]]
     rows = tuple(
         Row(name, candidate.config.variant, measured[candidate], _speedup(reference, measured[candidate]), source)
@@ -240,13 +240,13 @@ def _candidates(
     modes = {mode: replace(conditions, mode=mode) for mode in ("graph", "eager")}
     modes[launched(conditions, hardware)] = conditions
     labelled: dict[str, tuple[Candidate, str | None]] = {TUNED: (Candidate(tuned.config, conditions), tuned.source)}
-    known = {mode: under for mode, under in modes.items() if hardware.on_gpu or mode == "eager"}
-    for mode, under in known.items():
+    possible = {mode: under for mode, under in modes.items() if hardware.on_gpu or mode == "eager"}
+    for mode, under in possible.items():
         labelled[f"bsp-{mode}"] = Candidate(baseline.config, under), baseline.source
     for peer in registry.of(problem).peers.values():
         if peer.where(problem, hardware):
             rows = dict(zip(peer.rows(), peer.modes or [""], strict=True))
-            made = {row: known.get(mode) if mode else conditions for row, mode in rows.items()}
+            made = {row: possible.get(mode) if mode else conditions for row, mode in rows.items()}
             labelled |= {row: (Candidate(Config(peer.name), call), None) for row, call in made.items() if call}
     return labelled
 

@@ -15,14 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autotax.torch
-from autotax.db import lookup
+from autotax.core.problem import Problem
+from autotax.db import Store, lookup, reproof
+from autotax.db.records import Place
 from autotax.engines import merges, norms, pending, thresholds
 from autotax.engines import sglang as sglang_plugin
 from autotax.engines import vllm as vllm_plugin
 from autotax.heap.world import World
 from autotax.operators import scaled
+from autotax.spaces import space_for
 from autotax.torch import plans
 from autotax.torch.status import Status
+from tests.db.conftest import keep_winner
 from tests.engines import stand_ins
 from tests.torch.checks import normal
 
@@ -405,3 +409,40 @@ def vllm_with_databases(world: World, dbs: list[str]) -> tuple[Status, int]:
         layer, x = stand_ins.RowParallelLinear(K, N, bias=False), normal(16, K // world.size, seed=world.rank)
         torch.testing.assert_close(layer(x)[0], summed(layer, x), rtol=1e-4, atol=1e-4)
         return autotax.torch.status(), stand_ins.the_group().sums
+
+
+def vllm_proving(world: World, db: str, seconds: str, captures: bool) -> tuple[list[str], list[str], int]:
+    """A row-parallel layer and a merge of vLLM whose winners are stale; the log's lines, the problems whose proof began on this
+    rank, and the sums that vLLM did itself in a call.
+    """
+    lines, begun = [], []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    def proven(problems: list[Problem], here: Place, db: str, bound: reproof.Bound) -> str:
+        begun.extend(problem.key for problem in problems)
+        with Store.open(db) as store:
+            for problem in problems:
+                config = space_for(problem, here.hardware).default("gather" if problem.op == "decode-merge" else "push")
+                keep_winner(store, problem, config, here.hardware, here.software, here.conditions)
+        assert bound.whole(len(problems)) == reproof.START_S + float(seconds) * len(problems)
+        return ""
+
+    handler, captured = Lines(), mock.Mock(return_value=captures)
+    capturing = [mock.patch(f"autotax.nn.{module}.capturing", captured) for module in ("groups", "consensus")]
+    variables = mock.patch.dict(os.environ, {reproof.VARIABLE: seconds})
+    thresholds.log.addHandler(handler)
+    try:
+        with asking(db), stand_ins.vllm(), variables, mock.patch.object(reproof, "_refreshed", proven):
+            vllm_plugin.register()
+            with capturing[0], capturing[1]:
+                layer = stand_ins.RowParallelLinear(K, N, bias=False)
+                o, lse = partial(world, 8)
+                sys.modules["vllm.v1.attention.ops.dcp"].dcp_a2a_lse_reduce(o, lse, stand_ins.the_group())
+            x, before = normal(16, K // world.size, seed=world.rank), stand_ins.the_group().sums
+            torch.testing.assert_close(layer(x)[0], summed(layer, x), rtol=1e-4, atol=1e-4)
+            return lines, begun, stand_ins.the_group().sums - before
+    finally:
+        thresholds.log.removeHandler(handler)

@@ -11,7 +11,7 @@ import torch
 from autotax.core.config import Config, Value
 from autotax.core.problem import Problem
 from autotax.hardware import detect
-from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
+from autotax.operators.problems import AllGatherGemm, FlashDecode, GatherAttention, GemmReduceScatter
 from autotax.operators.verification import TOLERANCE
 from autotax.runner.precompile import CompileAhead
 from autotax.runner.ranks import Ranks
@@ -52,6 +52,12 @@ PROBLEMS += [
     GemmReduceScatter(61, 784, 1152, "e4m3", "scattered", WORLD, scales="tensor", operand="e5m2"),
     AllGatherGemm(97, 784, 1152, "e4m3", "m", WORLD, scales="tensor", operand="e5m2"),
     GemmReduceScatter(97, 784, 1152, "e4m3", "replicated", WORLD, scales="block", quantize="block"),
+]
+PROBLEMS += [
+    GatherAttention(1, 16, 4, 128, 1024 * WORLD, "bf16", WORLD, layout="zigzag"),
+    GatherAttention(2, 6, 2, 64, 384 * WORLD, "fp16", WORLD),
+    GatherAttention(1, 4, 4, 128, 1002 * WORLD, "bf16", WORLD, layout="zigzag"),  # no block divides the chunks
+    GatherAttention(2, 8, 2, 128, 512 * WORLD, "bf16", WORLD, "none"),
 ]
 CASES = [(problem, variant) for problem in PROBLEMS for variant in space_for(problem, detect()).variants]
 WAYS = [(problem, way) for problem in PROBLEMS if isinstance(problem, FlashDecode) for way in ways_to_exchange(space_for(problem, detect()))]  # noqa: E501  # fmt: skip

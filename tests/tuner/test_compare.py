@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 
 from autotax.core.problem import Problem
+from autotax.hardware import links_us
 from autotax.operators import named
-from autotax.operators.links import links_us
 from autotax.report import documents, tables, taxes
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from autotax.runner.measurement import TimeIsUp
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, compare
 from autotax.tuner.comparison import Choice, shown_variants
-from autotax.tuner.time_limit import TimeLimit
+from autotax.tuner.tuning import TimeLimit
 from tests.report.test_tables import seen
 from tests.tuner.shared import DECODE, GEMM, H200
 from tests.tuner.synthetic import Landscape, SyntheticRunner
