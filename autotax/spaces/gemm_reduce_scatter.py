@@ -12,7 +12,7 @@ from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import LINK_GBPS, Hardware
-from autotax.kernels.tiling import BLOCK_K, MOST_RANKS
+from autotax.kernels.tiling import MOST_RANKS
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.spaces import all_gather_gemm as gemm
@@ -304,25 +304,6 @@ def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantS
         for (m, n), (group, order) in points
     ]
     return VariantSpace("push_specialized", parameters, constraints, tuple(seeds))
-
-
-MOST_WAVES = 2
-"""Most waves of tiles for `push_parts`: with more, sending hides behind the product of later waves without cutting K."""
-
-
-def push_parts(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
-    """The tiles of `push_specialized` with two groups. None where tiles are many waves."""
-    whole = push_specialized(problem, hardware)
-    tiles = problem.world_size * ceil_div(problem.shard_rows, BLOCKS_M[-1]) * ceil_div(problem.n, BLOCKS_N[-1])
-    if whole is None or problem.world_size == 1 or problem.k < 4 * BLOCK_K or tiles > MOST_WAVES * hardware.processors:
-        return None
-    parameters = {**whole.parameters, "block_m": BLOCKS_M[-1:]}
-    seeds = [
-        Config.of("push_parts", seed.values)
-        for seed in sorted(whole.seeds, key=lambda seed: -int(seed["block_n"]))
-        if seed["block_m"] == BLOCKS_M[-1]
-    ]
-    return VariantSpace("push_parts", parameters, whole.constraints, tuple(seeds))
 
 
 MOST_ROWS = 256

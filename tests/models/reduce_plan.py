@@ -44,8 +44,8 @@ def reduce_plan(problem: GemmReduceScatter, config: Config) -> Plan:
     world = problem.world_size
     if config.variant in ("bsp", *named(problem.op).peers):  # the vendor's GEMM computes, the library exchanges
         return Plan([[Task(rows=(0, problem.out_rows), columns=(0,))] for _ in range(world)], problem.out_rows)
-    plans = {"push": _fused, "pull_reduce": _fused, "decomposed": _decomposed}
-    tasks, height, units = plans.get(config.variant, _specialized)(problem, config)
+    plans = {"push": _fused, "pull_reduce": _fused, "push_specialized": _specialized, "decomposed": _decomposed}
+    tasks, height, units = plans[config.variant](problem, config)
     lines = ceil_div(problem.shard_rows, height)
     columns = ceil_div(problem.n, config["block_n"]) if config.variant != "decomposed" else 1
     replicated = problem.output == "replicated"
@@ -147,41 +147,33 @@ def _fused(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]]
 
 
 def _specialized(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]], int, int]:
-    """Senders wait for nobody; adders take pieces of ADDED_ROWS rows, each behind the flags of all ranks for its tile.
-
-    `push_parts` sends each piece of a tile with a flag of its own.
-    """
+    """Senders wait for nobody; adders take pieces of ADDED_ROWS rows, each behind the flags of all ranks for its tile."""
     world, height = problem.world_size, config["block_m"]
     m_tiles, n_tiles = ceil_div(problem.shard_rows, height), ceil_div(problem.n, config["block_n"])
     down = height // ADDED_ROWS
-    parts = down if config.variant == "push_parts" else 1
 
-    def flag(source: int, block: int, tile: int, part: int) -> Flag:
-        return "tiles", ((block * n_tiles + tile) * parts + part) * world + source
-
-    def span(unit: int, part: int) -> tuple[int, int]:
-        return unit * parts + part, unit * parts + part + 1
+    def flag(source: int, block: int, tile: int) -> Flag:
+        return "tiles", (block * n_tiles + tile) * world + source
 
     tasks: list[list[Task]] = []
     for rank in range(world):
         own = []
         for owner, block, tile in _tiles(problem, config, rank):
             unit = block * n_tiles + tile
-            own += [Task(sends=(Send(owner, flag(rank, block, tile, part), span(unit, part)),)) for part in range(parts)]
+            own.append(Task(sends=(Send(owner, flag(rank, block, tile), (unit, unit + 1)),)))
         columns: dict[int, list[int]] = {}  # of tiles that are added up, by the first row of a piece
         for program in range(PROCESSORS):
             for piece in range(program, m_tiles * n_tiles * down, PROCESSORS):
                 block, tile = divmod(tiling.grouped(piece // down, m_tiles, n_tiles, config["group_m"]), n_tiles)
                 unit = block * n_tiles + tile
-                part = piece % down % parts
-                waits = tuple(Wait(source, flag(source, block, tile, part), 1) for source in range(world))
-                own.append(Task(waits, tuple((source, span(unit, part)) for source in range(world))))
+                waits = tuple(Wait(source, flag(source, block, tile), 1) for source in range(world))
+                own.append(Task(waits, tuple((source, (unit, unit + 1)) for source in range(world))))
                 columns.setdefault(block * height + piece % down * ADDED_ROWS, []).append(tile)
         for row, tiles in columns.items():
             rows = (min(row, problem.shard_rows), min(row + ADDED_ROWS, problem.shard_rows))
             own.append(Task(rows=rows, columns=tiles))
         tasks.append(own)
-    return tasks, height, parts * m_tiles * n_tiles
+    return tasks, height, m_tiles * n_tiles
 
 
 def _order(rank: int, world: int) -> list[int]:

@@ -34,25 +34,14 @@ class Array(np.ndarray):
 
 
 class Pointer:
-    """An element of a tensor, or a block of elements. In symmetric memory `memory` are the tensors of all ranks."""
+    """An element of a tensor, or a block of elements."""
 
-    def __init__(self, memory: Any, at: Any = 0, rank: int | None = None) -> None:
-        self.everyones, self.rank, self.at = memory, rank, at
-        self.memory: np.ndarray = memory if rank is None else memory[rank]
-        self.dtype = SimpleNamespace(element_ty=self.memory.dtype)
+    def __init__(self, memory: np.ndarray, at: Any = 0) -> None:
+        self.memory, self.at = memory, at
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     def __add__(self, offset: Any) -> Pointer:
-        return Pointer(self.everyones, self.at + offset, self.rank)
-
-
-class Flags:
-    """A flag of each rank."""
-
-    def __init__(self, everyones: list[np.ndarray], index: Any = 0, rank: int | None = None) -> None:
-        self.everyones, self.at, self.rank = everyones, index, rank
-
-    def __add__(self, offset: int) -> Flags:
-        return Flags(self.everyones, self.at + offset, self.rank)
+        return Pointer(self.memory, self.at + offset)
 
 
 class Barrier:
@@ -172,15 +161,15 @@ def _load(pointer: Pointer, mask: Any = True, other: float = 0.0, cache_modifier
 
 def _store(pointer: Pointer, block: np.ndarray, mask: np.ndarray) -> None:
     at = np.broadcast_to(pointer.at, block.shape)
-    assert pointer.rank is not None or np.isnan(pointer.memory[at[mask]]).all(), "an element is stored twice"
+    assert np.isnan(pointer.memory[at[mask]]).all(), "an element is stored twice"
     pointer.memory[at[mask]] = block[mask]
 
 
-def _wait_first(flags: Flags, first: int, count: int, source: int, epoch: int, *_: Any) -> int:
-    """See `roles.wait_first`."""
+def _wait_first(flags: list[np.ndarray], first: int, count: int, source: int, epoch: int, *_: Any) -> int:
+    """See `roles.wait_first`. Here `flags` are those of all ranks."""
     end = time.monotonic() + PATIENCE_S
     while True:
-        seen = flags.everyones[here.rank][first : first + count]
+        seen = flags[here.rank][first : first + count]
         raised = (seen == epoch) | (seen == epoch + 1)
         if raised[0]:
             return count if raised.all() else int(raised.argmin())
@@ -189,8 +178,9 @@ def _wait_first(flags: Flags, first: int, count: int, source: int, epoch: int, *
         time.sleep(2e-5)
 
 
-def _set_flag(flag: Flags, epoch: int, **_: Any) -> None:
-    flag.everyones[here.rank if flag.rank is None else flag.rank][flag.at] = epoch
+def _set_flag(flag: tuple[list[np.ndarray], int, int], epoch: int, **_: Any) -> None:
+    flags, index, rank = flag
+    flags[rank][index] = epoch
 
 
 def _specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
@@ -254,7 +244,7 @@ def _arrive(barrier: Barrier, pred: Any = True) -> None:
 
 gluon_language = SimpleNamespace(
     program_id=lambda _: here.program, num_programs=lambda _: here.programs, static_range=range, static_assert=_nothing,
-    cdiv=lambda a, b: -(-a // b), multiple_of=lambda value, _: value, cast=lambda value, _: int(value), where=np.where,
+    cdiv=lambda a, b: -(-a // b), cast=lambda value, _: int(value), where=np.where,
     float32=np.float32, int64=np.int64, int32=np.int32,
     zeros=lambda shape, dtype, _: np.zeros(shape, dtype).view(Array), load=_load, store=_store,
     arange=lambda first, end, layout: np.arange(first, end).view(Array),  # noqa: ARG005
@@ -268,8 +258,7 @@ FAKES: dict[str, Any] = {
     "warpgroup_mma": _product, "warpgroup_mma_wait": _products_wait, "fence_async_shared": _nothing, "settle": _nothing,
     "load_block": _load_block, "store_block": _store_block, "wait_first": _wait_first,
     "reinterpret": lambda block, _, shape, __: Shared(block.memory.reshape(shape)),
-    "flag_address": lambda flags, index, bases, rank, peer: Flags(flags.everyones, index, peer),  # noqa: ARG005
-    "translate": lambda pointer, bases, rank, peer: Pointer(pointer.everyones, pointer.at, peer),  # noqa: ARG005
+    "flag_address": lambda flags, index, bases, rank, peer: (flags, index, peer),  # noqa: ARG005
 }  # fmt: skip
 
 

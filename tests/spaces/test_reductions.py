@@ -45,9 +45,8 @@ def test_no_config_of_words_has_a_fault(data: st.DataObject) -> None:
 def test_no_config_of_warps_with_roles_has_a_fault(data: st.DataObject) -> None:
     world = data.draw(st.integers(1, 8))
     m, n = data.draw(st.integers(1, 1200)), 8 * data.draw(st.integers(1, 150))
-    space = space_for(GemmReduceScatter(m, n, 512, "bf16", "scattered", world), H200)
-    roles = [name for name in ("push_specialized", "push_parts") if name in space.variants]
-    assert check(space.problem, data.draw(configs(space.only(["bsp", *roles])))) is None  # type: ignore[arg-type]
+    space = space_for(GemmReduceScatter(m, n, 64, "bf16", "scattered", world), H200)
+    assert check(space.problem, data.draw(configs(space.only(["bsp", "push_specialized"])))) is None  # type: ignore[arg-type]
 
 
 def test_warps_with_roles_are_for_hopper_and_for_what_it_loads_by_boxes() -> None:
