@@ -78,7 +78,7 @@ def _standings(verdict: Verdict, *, whole: bool) -> Table:
     table = grid(title(verdict.problem), outcome(verdict), noise, *_background(verdict))
     beside = _shows_both(standing.measurement for standing in verdict.standings)
     columns(
-        table, "", "config" if whole else "variant", *_columns(beside), *(rates := _rate_columns(verdict) if whole else []),
+        table, "", "config" if whole else "variant|", *_columns(beside, whole), *(rates := _rate_columns(verdict) if whole else []),
         "vs BSP [95 %]>", *(["verified"] if whole else []), "verdict|",
     )  # fmt: skip
     for rank, standing in enumerate(verdict.standings, 1):
@@ -86,7 +86,7 @@ def _standings(verdict: Verdict, *, whole: bool) -> Table:
         table.add_row(
             str(rank),
             config_text(measurement.config) if whole else Text(measurement.config.variant),
-            *_figures(measurement, beside),
+            *_figures(measurement, beside, whole),
             *_rates(verdict.problem, measurement, rates, _bound_us(verdict, measurement)),
             "-" if noise else _ratio(verdict, standing),
             *(["yes" if measurement.verified else "no"] if whole else []),
@@ -221,7 +221,7 @@ def _compared(compared: Comparison, *, whole: bool) -> Table:
     sources = whole and any(row.source for row in rows)
     beside = _shows_both(row.measurement for row in rows)
     columns(
-        table, "", "config" if whole else "variant", *(["chosen as"] if sources else []), *_columns(beside),
+        table, "", "config" if whole else "variant|", *(["chosen as"] if sources else []), *_columns(beside, whole),
         *(rates := _rate_columns(compared) if whole else []), "vs BSP>", "verified", "status",
     )  # fmt: skip
     bound = bounds.bound_of(compared)
@@ -233,7 +233,7 @@ def _compared(compared: Comparison, *, whole: bool) -> Table:
             row.name,
             config_text(measurement.config) if whole else Text(measurement.config.variant),
             *([Text(row.source or "")] if sources else []),
-            *_figures(measurement, beside),
+            *_figures(measurement, beside, whole),
             *_rates(compared.problem, measurement, rates, bound.us if bound else None),
             "-" if noise else times(row.speedup),
             "yes" if measurement.verified else "no",
@@ -243,23 +243,24 @@ def _compared(compared: Comparison, *, whole: bool) -> Table:
     return table
 
 
-def _columns(beside: bool) -> list[str]:
-    """The columns of latencies. With `beside`: in place, and back to back."""
-    return ["in place us [95 %]>", "back to back us>"] if beside else ["median us>"]
+def _columns(beside: bool, whole: bool) -> list[str]:
+    """The columns of latencies. With `beside`: in place, and back to back, for which narrow tables have no room."""
+    return ["in place us [95 %]>", "back to back us>"][: None if whole else 1] if beside else ["median us>"]
 
 
 def _shows_both(measured: Iterable[Measurement]) -> bool:
     return any(measurement.candidate.conditions.in_place for measurement in measured)
 
 
-def _figures(measurement: Measurement, beside: bool) -> list[str]:
+def _figures(measurement: Measurement, beside: bool, whole: bool) -> list[str]:
     us = microseconds(measurement.latency_us)
     if not beside:
         return [us]
     if not measurement.candidate.conditions.in_place:  # eager calls have no figure in place
-        return ["-", f"{us} ({measurement.candidate.conditions.mode})"]
+        eager = f"{us} ({measurement.candidate.conditions.mode})"
+        return ["-", eager] if whole else [eager]
     ends = f" [{', '.join(map(microseconds, median_interval(measurement.rounds)))}]" if measurement.samples else ""
-    return [us + ends, microseconds(measurement.back_to_back_us)]
+    return [us + ends, microseconds(measurement.back_to_back_us)][: None if whole else 1]
 
 
 def _failed(compared: Comparison) -> Text:
