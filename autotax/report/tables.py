@@ -78,8 +78,8 @@ def _standings(verdict: Verdict, *, whole: bool) -> Table:
     table = grid(title(verdict.problem), outcome(verdict), noise, *_background(verdict))
     beside = _shows_both(standing.measurement for standing in verdict.standings)
     columns(
-        table, "", "config" if whole else "variant|", *_columns(beside, whole), *(rates := _rate_columns(verdict) if whole else []),
-        "vs BSP [95 %]>", *(["verified"] if whole else []), "verdict|",
+        table, "", "config" if whole else "variant|", *_columns(beside, whole),
+        *(rates := _rate_columns(verdict) if whole else []), "vs BSP [95 %]>", *(["verified"] if whole else []), "verdict|",
     )  # fmt: skip
     for rank, standing in enumerate(verdict.standings, 1):
         measurement = standing.measurement
