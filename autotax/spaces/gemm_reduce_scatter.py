@@ -237,9 +237,22 @@ def _decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
 
 
 def two_kernel(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
-    """How the kernel after the vendor's GEMM cuts the partial sums. None for e4m3."""
-    if problem.dtype == "e4m3":
+    """None for e4m3, which has `scaled_two_kernel`."""
+    return None if problem.dtype == "e4m3" else _two_kernel(hardware)
+
+
+def scaled_two_kernel(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """Products of e4m3 with the sums of `two_kernel`."""
+    if problem.dtype != "e4m3":
         return None
+    usual, products = _two_kernel(hardware), scaled.choices(problem, problem.m, hardware)
+    seeds = [Config.of("scaled_two_kernel", seed.values | each) for seed in usual.seeds[:2] for each in products[:4]]
+    parameters = usual.parameters | scaled.parameters(problem, problem.m, hardware)
+    return VariantSpace("scaled_two_kernel", parameters, (scaled.whole(),), tuple(dict.fromkeys(seeds)))
+
+
+def _two_kernel(hardware: Hardware) -> VariantSpace:
+    """How the kernel after the product cuts the partial sums."""
     parameters: dict[str, tuple[Value, ...]] = {
         "waves": (1, 2) if hardware.on_gpu else (1,),
         "parts": (1, 2, 4),
@@ -247,7 +260,7 @@ def two_kernel(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace |
     }
     warps = parameters["num_warps"]
     configs = [Config.of("two_kernel", waves=1, parts=parts, num_warps=count) for parts in (1, 2) for count in warps[::-1]]
-    return VariantSpace("two_kernel", parameters, (), tuple(configs))
+    return VariantSpace("two_kernel", parameters, seeds=tuple(configs))
 
 
 def pull_reduce(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
