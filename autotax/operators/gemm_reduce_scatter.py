@@ -184,6 +184,9 @@ operator.variant(
 operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}:words")
 operator.variant("scaled_decomposed", f"{_KERNELS}.scaled_decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
 operator.variant("scaled_two_kernel", f"{_KERNELS}.scaled_two_kernel:ScaledTwoKernel", f"{_SPACES}:scaled_two_kernel")
+operator.variant(
+    "scaled_specialized", f"{_KERNELS}.scaled_specialized:ScaledSpecialized", f"{_SPACES}:scaled_specialized"
+)
 operator.variant("scaled_words", f"{_KERNELS}.scaled_words:ScaledWords", f"{_SPACES}:scaled_words")
 
 

@@ -95,6 +95,11 @@ def check(problem: Any) -> None:
         raise UsageError(f"weight is {problem.weight!r} with dtype e4m3; allowed is nk: store B as [n, k]")
 
 
+def as_words(problem: Any) -> Any:
+    """The problem of 16 bits whose matrices have the bytes of this one: two codes are a word of the type of C."""
+    return replace(problem, k=problem.k // 2, dtype=problem.result, scales="none", result="bf16", quantize="none")
+
+
 def scales_bytes(problem: Any, rows: int) -> int:
     """Bytes of the scales of `rows` rows of A that one rank sends with them. A scale of a whole tensor is not sent."""
     return 4 * rows * {"none": 0, "tensor": 0, "row": 1, "block": ceil_div(problem.k, GROUP)}[problem.scales]

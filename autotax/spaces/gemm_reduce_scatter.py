@@ -7,6 +7,7 @@ resource limits come from `spaces.all_gather_gemm.tiles`.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
@@ -16,6 +17,7 @@ from autotax.kernels.tiling import MOST_RANKS
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.links import LINK_GBPS
+from autotax.operators.scaled import as_words
 from autotax.spaces import all_gather_gemm as gemm
 from autotax.spaces import scaled
 from autotax.spaces.all_gather_gemm import (
@@ -286,6 +288,21 @@ def have_roles(problem: GemmReduceScatter, hardware: Hardware) -> bool:
 
 def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
     """Only for a scattered output of 16 bits and weights [n, k]; None elsewhere."""
+    return _specialized("push_specialized", problem, hardware, lambda _m, _n: True)
+
+
+def scaled_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """That of `push_specialized` for words of two codes, as long to multiply as two numbers of 16 bits."""
+    if problem.dtype != "e4m3":
+        return None
+    wide = problem.scales != "block"
+    return _specialized("scaled_specialized", as_words(problem), hardware, lambda m, n: n == 128 or (m == 64 and wide))
+
+
+def _specialized(
+    variant: str, problem: GemmReduceScatter, hardware: Hardware, suits: Callable[[int, int], bool]
+) -> VariantSpace | None:
+    """A warp-specialized GEMM of tiles that it `suits`."""
     if not have_roles(problem, hardware):
         return None
 
@@ -301,14 +318,18 @@ def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantS
         "group_m": (1, 4, 8),
         "order": orders,
     }
-    constraints = (Constraint(("block_m", "block_n", "num_stages"), fits, "the pipeline does not fit in shared memory"),)
-    tiles = sorted(itertools.product(BLOCKS_M, BLOCKS_N), key=lambda tile: gemm_time_of(like, hardware.processors, *tile))
+    constraints = (
+        Constraint(("block_m", "block_n"), suits, "groups of warps have too few registers for such a tile"),
+        Constraint(("block_m", "block_n", "num_stages"), fits, "the pipeline does not fit in shared memory"),
+    )
+    sizes = (tile for tile in itertools.product(BLOCKS_M, BLOCKS_N) if suits(*tile))
+    tiles = sorted(sizes, key=lambda tile: gemm_time_of(like, hardware.processors, *tile))
     ways = list(itertools.product((8, 4), orders[::-1]))
     # Every tile comes up: the estimate does not know how well a tile hides the transfers.
     points = [*itertools.product(tiles[:2], ways), *((tile, ways[0]) for tile in tiles[2:])]
     seeds = [
         Config.of(
-            "push_specialized",
+            variant,
             block_m=m,
             block_n=n,
             num_stages=max(stages for stages in PUSH_SPECIALIZED_STAGES if fits(m, n, stages)),
@@ -317,7 +338,7 @@ def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantS
         )
         for (m, n), (group, order) in points
     ]
-    return VariantSpace("push_specialized", parameters, constraints, tuple(seeds))
+    return VariantSpace(variant, parameters, constraints, tuple(seeds))
 
 
 MOST_ROWS = 256
