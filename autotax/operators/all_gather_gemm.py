@@ -213,6 +213,7 @@ operator.variant("scaled_packets", f"{_KERNELS}.scaled_packets:ScaledPackets", f
 operator.variant(
     "scaled_specialized", f"{_KERNELS}.scaled_specialized:ScaledSpecialized", f"{_SPACES}:scaled_specialized"
 )
+operator.variant("scaled_push_words", f"{_KERNELS}.scaled_push_words:ScaledPushWords", f"{_SPACES}:scaled_push_words")
 operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}:copy_engine", invariant=_uncut)
 operator.variant("pull", f"{_KERNELS}.pull:Pull", f"{_SPACES}:pull", role="ladder")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push", leaves="inbox", invariant=_uncut)

@@ -759,10 +759,23 @@ def _divides(problem: AllGatherGemm, groups: int) -> bool:
 
 def push_words(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """The space of the variant, or None where it does not apply or does not help."""
+    return _by_words("push_words", problem, hardware, BLOCKS_N)
+
+
+def scaled_push_words(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
+    """That of `push_words` for words of two codes."""
+    if problem.dtype != "e4m3":
+        return None
+    columns = scaled.BLOCKS_OF_ONE_SCALE if problem.scales == "block" else BLOCKS_N
+    return _by_words("scaled_push_words", as_words(problem), hardware, columns)
+
+
+def _by_words(variant: str, problem: AllGatherGemm, hardware: Hardware, columns: tuple[int, ...]) -> VariantSpace | None:
+    """Tiles with so many columns."""
     if problem.m > MOST_ROWS or not have_roles(problem, hardware):
         return None
     blocks = [block for block in TILES_BY_WORDS if block // 2 < problem.m] or [min(TILES_BY_WORDS)]
-    tiles = [(m, n) for m in blocks for n in TILES_BY_WORDS[m]]
+    tiles = [(m, n) for m in blocks for n in TILES_BY_WORDS[m] if n in columns]
     parameters: dict[str, tuple[Value, ...]] = {
         "block_m": tuple(blocks),
         "block_n": tuple(sorted({n for _, n in tiles})),
@@ -778,20 +791,21 @@ def push_words(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | Non
             "the pipeline does not fit in shared memory",
         ),
     )
-    return VariantSpace("push_words", parameters, constraints, _push_words_seeds(problem, hardware, tiles))
+    seeds = tuple(Config.of(variant, values) for values in _push_words_seeds(problem, hardware, tiles))
+    return VariantSpace(variant, parameters, constraints, seeds)
 
 
-def _push_words_seeds(problem: AllGatherGemm, hardware: Hardware, tiles: list[tuple[int, int]]) -> tuple[Config, ...]:
+def _push_words_seeds(problem: AllGatherGemm, hardware: Hardware, tiles: list[tuple[int, int]]) -> list[dict[str, Value]]:
     """Tiles sorted by estimated time, with as many stages as fit, up to USUAL_COLUMNS of B."""
     order = sorted(tiles, key=lambda tile: (time_of(problem, hardware.processors, *tile), tile))
     groups = [group for group in USUAL_K_GROUPS if _divides(problem, group)]
-    values = []
+    values: list[dict[str, Value]] = []
     for (m, n), number in [*itertools.product(order[:1], groups), *itertools.product(order[1:3], groups[:1])]:
         k = BLOCKS_K[m <= LOW]
         depths = [stages for stages in PUSH_WORDS_STAGES if stages * k <= USUAL_COLUMNS]
         most = max(stages for stages in depths if push_words_shared_bytes(m, n, k, stages) <= hardware.shared_memory)
         values.append({"block_m": m, "block_n": n, "block_k": k, "num_stages": most, "k_groups": number})
-    return tuple(Config.of("push_words", value) for value in values)
+    return values
 
 
 TERAFLOPS, LINK_GBPS, MEMORY_GBPS, START_US = 650.0, 375.0, 4000.0, 8.0

@@ -26,6 +26,7 @@ from autotax.kernels.all_gather_gemm.roles import X_ROWS, allocate, store_part, 
 from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
 from autotax.kernels.all_gather_gemm.warp_gemm import load_tiles, poll_tiles, send_shard
 from autotax.kernels.context import Context
+from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, LIMIT, leave, note_missing
 from autotax.kernels.scaled_roles import CODES, multiply_tile, with_scales
 from autotax.operators.all_gather_gemm import AllGatherGemm
@@ -139,10 +140,11 @@ def scaled_specialized_kernel(
     a, stride, shard, landing, words, landings, room, received, own_scales, dense, scale_words, size, scale_room, scales_b,
     counts, bases, flags, control, rank, rows, cols, n, chunks,
     WORLD: gl.constexpr, CHUNK: gl.constexpr, BY_WORDS: gl.constexpr, K_GROUPS: gl.constexpr, BOXES: gl.constexpr, PACE: gl.constexpr, INTERLEAVED: gl.constexpr,
-    GROUP_M: gl.constexpr, ACROSS: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
-    TARGET: gl.constexpr,
+    GROUP_M: gl.constexpr, ACROSS: gl.constexpr, SCALES: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr,
+    Y3: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """See `warp_gemm.gather_tiles`. Matrices are words of two codes, and `cols` their number a row."""
+    gl.static_assert(not X_IS_B)
     epoch = gl.load(control + EPOCH)
     BLOCK_M: gl.constexpr = GROUPS * X_ROWS
     BLOCK_N: gl.constexpr = Y1 + Y2 + Y3
@@ -196,26 +198,45 @@ def scaled_specialized_kernel(
     leave(control, epoch, gl.num_programs(0), TARGET)
 
 
-class ScaledSpecialized(PushSpecialized):
-    """The shards of PushSpecialized are words of two codes. Tensors of a call: see `scaled_shards.Scaled`."""
+class Codes(Kernel[AllGatherGemm]):
+    """Mixed into a kernel for 16 bits whose shards are then words of two codes. Tensors of a call: see `scaled_shards.Scaled`."""
 
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
-        inner = as_words(problem)
-        super().__init__(inner, config, context)
-        self.inner, self.problem = inner, problem
+        super().__init__(as_words(problem), config, context)
+        self.problem = problem
         self.quantised = Quantiser(problem, problem.shard_rows, context)
         self.scale_room = ceil_div(max(1, self.quantised.groups) * problem.shard_rows, 16) * 16
         # Zeros are words of call 0, which does not exist.
         self.scale_words = context.heap.zeros((2, problem.world_size, self.scale_room), torch.int64)
         self.dense = context.empty((problem.world_size, self.scale_room), torch.float32)
-        self.constants = {name: value for name, value in self.constants.items() if name != "X_IS_B"} | {"SCALES": problem.scales}
+        self.constants = self.constants | {"SCALES": problem.scales}
 
-    def __call__(self, a: Tensor, b: Tensor, *rest: Tensor) -> None:  # type: ignore[override]
+    def __call__(self, a: Tensor, b: Tensor, *rest: Tensor) -> None:
         """See Kernel.__call__."""
         *of_a, scales_b, out = rest
-        problem, context, inner = self.problem, self.context, self.inner
         codes, scales = self.quantised(a, of_a[0] if of_a else None)
-        a, b = (matrix.view(DTYPES[inner.dtype]) for matrix in (codes, b))
+        word = DTYPES[self.problem.result]
+        self.run(codes.view(word), scales, b.view(word), scales_b, out)
+
+    def run(self, a: Tensor, scales: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
+        """Enqueues a call. A and B are words of two codes."""
+        raise NotImplementedError
+
+    def places_of(self, scales: Tensor, rows: int) -> tuple[Any, ...]:
+        """The arguments of a kernel that `exchange_scales` takes, for the scales of a shard of `rows` rows."""
+        return scales, self.dense, self.scale_words, self.quantised.groups * rows, self.scale_room
+
+    def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any] | None:
+        """See the kernel for 16 bits. A word of scales carries the number of its call."""
+        return super().changes_for(as_words(smaller))
+
+
+class ScaledSpecialized(Codes, PushSpecialized):
+    """See PushSpecialized."""
+
+    def run(self, a: Tensor, scales: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
+        """See Codes.run."""
+        problem, context = self.problem, self.context
         context.launch(
             scaled_specialized_kernel,
             (context.processors,),
@@ -223,14 +244,8 @@ class ScaledSpecialized(PushSpecialized):
             *self.views.of_out(out.view(problem.world_size, problem.shard_rows, problem.n)),
             self.views.of(a, self.box_sent), *self.peers,
             a, a.stride(0), len(a), self.inbox, self.words, self.landings, self.room, self.received,
-            scales, self.dense, self.scale_words, self.quantised.groups * len(a), self.scale_room, scales_b,
-            self.counts, context.heap.bases, self.flags, self.control, context.rank, self.rows, inner.shard_cols,
+            *self.places_of(scales, len(a)), scales_b,
+            self.counts, context.heap.bases, self.flags, self.control, context.rank, self.rows, problem.k // 2,
             problem.n, self.chunks,
             **self.constants,
         )  # fmt: skip
-
-    def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any] | None:
-        """See PushSpecialized.changes_for. A word of scales carries the number of its call."""
-        inner = as_words(smaller)
-        changes = super().changes_for(inner)
-        return None if changes is None else changes | {"inner": inner}
