@@ -73,10 +73,7 @@ def scaled_step(
     """
     y = load_tile(b, col, at, n, k, k, BLOCK_N, BLOCK_K, TMA, ALIGNED)
     TURNED: tl.constexpr = turned(BLOCK_M, BLOCK_N, TARGET)
-    if TURNED:
-        part = dot_of_codes(y, x.T, TARGET)
-    else:
-        part = dot_of_codes(x, y.T, TARGET)
+    part = dot_of_codes(y, x.T, TARGET) if TURNED else dot_of_codes(x, y.T, TARGET)
     if SCALES == "block":
         group = at // BLOCK_K
         r = row + tl.arange(0, BLOCK_M)

@@ -629,7 +629,7 @@ def push_specialized(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace
 
 
 def scaled_specialized(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
-    """That of `push_specialized` for words of two codes, as long to multiply as two numbers of 16 bits. X is a block of A, and some
+    """That of `push_specialized` for words of two codes, which take the time of numbers of 16 bits. X is a block of A, and some
     columns travel as words, with the scales.
     """
     if problem.dtype != "e4m3":
@@ -686,8 +686,8 @@ def _push_specialized_seeds(
     problem: AllGatherGemm, hardware: Hardware, orders: tuple[Value, ...], parameters: dict[str, tuple[Value, ...]],
     suits: Callable[[int, int], bool],
 ) -> list[dict[str, Value]]:  # fmt: skip
-    """Values of seeds. With one wave, tiles wait for K groups of whole shards; with several waves, for K groups of a quarter of a shard's
-    rows.
+    """Values of seeds. With one wave, tiles wait for K groups of whole shards; with several waves, for K groups of a quarter of
+    a shard's rows.
     """
     groups, chunks = parameters["k_groups"], parameters["chunk_rows"]
     whole = int(chunks[-1])

@@ -292,7 +292,7 @@ def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantS
 
 
 def scaled_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
-    """That of `push_specialized` for words of two codes, as long to multiply as two numbers of 16 bits."""
+    """That of `push_specialized` for words of two codes, which take the time of numbers of 16 bits."""
     if problem.dtype != "e4m3":
         return None
     wide = problem.scales != "block"

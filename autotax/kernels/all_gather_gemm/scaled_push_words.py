@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from autotax.core.config import Config
 from autotax.kernels.all_gather_gemm.push_words import GROUP_M, PushWords, exchange_words, load_a, load_b
 from autotax.kernels.all_gather_gemm.roles import X_ROWS, allocate
 from autotax.kernels.all_gather_gemm.scaled_specialized import Codes, exchange_scales, multiply_scaled
-from autotax.kernels.context import Context
 from autotax.kernels.primitives import EPOCH, leave
-from autotax.operators.all_gather_gemm import AllGatherGemm
 
 
 @gluon.jit
@@ -79,7 +73,7 @@ def scaled_push_words_kernel(
     leave(control, epoch, gl.num_programs(0), TARGET)
 
 
-class ScaledPushWords(Codes, PushWords):
+class ScaledPushWords(Codes, PushWords):  # type: ignore[misc]
     """The shards of PushWords are words of two codes."""
 
     def run(self, a: Tensor, scales: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:

@@ -201,6 +201,8 @@ def scaled_specialized_kernel(
 class Codes(Kernel[AllGatherGemm]):
     """Mixed into a kernel for 16 bits whose shards are then words of two codes. Tensors of a call: see `scaled_shards.Scaled`."""
 
+    constants: dict[str, Any]
+
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(as_words(problem), config, context)
         self.problem = problem

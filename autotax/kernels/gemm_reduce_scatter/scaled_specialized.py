@@ -23,8 +23,8 @@ from autotax.kernels.gemm_reduce_scatter.warps import add_tiles, load_tiles, pol
 from autotax.kernels.primitives import EPOCH, leave
 from autotax.kernels.scaled_roles import CODES, multiply_tile, with_scales
 from autotax.kernels.tiling import BLOCK_K, GROUP_ROWS
-from autotax.operators.inputs import DTYPES
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
+from autotax.operators.inputs import DTYPES
 
 
 @gluon.jit
@@ -132,7 +132,7 @@ class ScaledSpecialized(PushSpecialized):
         words = tensor.view(DTYPES[self.result]) if tensor.dtype == CODE else tensor
         return TensorDescriptor.from_tensor(words, box, layout_of(tuple(box), self.result))
 
-    def __call__(self, a: Tensor, b: Tensor, *rest: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> None:  # type: ignore[override]
+    def __call__(self, a: Tensor, b: Tensor, *rest: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         """See Kernel.__call__."""
         of_a, scales_b, out = rest[:-2], rest[-2], rest[-1]
         problem, context = self.problem, self.context
