@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from autotax.core.problem import ceil_div
+from autotax.kernels.gemm_reduce_scatter.scaled_specialized import scatter_scaled
 from autotax.kernels.gemm_reduce_scatter.warps import scatter_tiles
+from autotax.operators.scaled import dequantised, laid_out, scales_shape
 from tests.models import warps
 from tests.models.warps import Pointer, View, plain, programs_of, together
+from tests.volume import volume
 
 K, PROGRAMS = 136, 3
 TILES = [(64, 128), (64, 256), (128, 128), (128, 256)]
@@ -63,6 +67,53 @@ def run(world: int, sizes: list[int], n: int, tile: tuple[int, int], stages: int
 @pytest.mark.parametrize(("world", "stages", "sizes"), [(1, 3, [70, 1]), (2, 2, [300, 5, 300]), (3, 3, [280, 7, 7, 280])])
 def test_the_warps_compute_the_sum(tile: tuple[int, int], world: int, stages: int, sizes: list[int]) -> None:
     run(world, sizes, tile[1] + 8, tile, stages, interleaved=world == 3, with_addends=world != 2)
+
+
+@pytest.mark.parametrize("scales", ["row", "block", "tensor"])
+@pytest.mark.parametrize("tile", [(64, 128), *volume(((64, 256),), ((128, 128),))], ids=str)
+def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int]) -> None:
+    """Two ranks, sizes that no tile divides, rows of padding; words of A and B are pairs of codes."""
+    (high, across), world, sizes, n, k, stages = tile, 2, [299, 5, 299], 272, 384, 2
+    wide, room = min(128, across), ceil_div(sizes[0], world)
+    draw = torch.Generator().manual_seed(n)
+    boxes = [np.full((2 * world, room, n), np.nan, np.float16) for _ in range(world)]
+    flags = [np.zeros(ceil_div(room, high) * ceil_div(n, across) * world, np.int32) for _ in range(world)]
+    call = plain(scatter_scaled)
+
+    def operand(rows: int, weight: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.randn(rows, k, generator=draw).to(torch.float8_e4m3fn)
+        factors = torch.rand(scales_shape(scales, rows, k, weight=weight), generator=draw)
+        return codes, laid_out(factors, scales, weight=weight)
+
+    weights = [operand(n, True) for _ in range(world)]
+    inputs = [[operand(m, False) for _ in range(world)] for m in sizes]
+    outs = [[np.full((ceil_div(m, world), n), np.nan, np.float16) for _ in range(world)] for m in sizes]
+
+    def words_of(codes: torch.Tensor, rows: int) -> View:
+        return View(codes.view(torch.float16).numpy(), (rows, 64))
+
+    def calls_of(rank: int) -> None:
+        for number, m in enumerate(sizes):
+            (a, of_a), (b, of_b) = inputs[number][rank], weights[rank]
+            strides = of_a.stride() if of_a.dim() == 2 else (0, 0)
+            of_all = (Pointer(of_a.t().reshape(-1).numpy()), *strides, Pointer(of_b.reshape(-1).numpy()))
+            views = tuple(View(boxes[(rank + hop) % world], (1, 64, wide)) for hop in range(world))
+            args = (
+                words_of(a, 64), words_of(b, wide), views, of_all, Pointer(outs[number][rank].reshape(-1)), None, None, None,
+                Pointer(boxes[rank].reshape(-1)), flags, None, None, rank, number + 1, ceil_div(m, world), k // 2, room, n, m,
+                world, False, 4, scales, high // 64, across // wide, wide, stages, "cuda",
+            )  # fmt: skip
+            together(programs_of(rank, PROGRAMS, call, args))
+
+    warps.stopped.clear()
+    together([(lambda rank=rank: calls_of(rank)) for rank in range(world)])
+    for number, m in enumerate(sizes):
+        numbers = [
+            dequantised(*a, scales, weight=False) @ dequantised(*b, scales, weight=True).t()
+            for a, b in zip(inputs[number], weights, strict=True)
+        ]
+        right = torch.nn.functional.pad(sum(each.half().float() for each in numbers), (0, 0, 0, -m % world)).numpy()
+        np.testing.assert_allclose(np.concatenate(outs[number]), right, rtol=2e-3, atol=2e-2)
 
 
 def _late_reader(text: str, *_: object, **__: object) -> int:

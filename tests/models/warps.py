@@ -16,6 +16,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from triton.runtime.jit import JITFunction
 
 PATIENCE_S = 60.0
@@ -28,6 +29,8 @@ stopped = threading.Event()
 
 class Array(np.ndarray):
     """A tensor in registers."""
+
+    type = SimpleNamespace(layout=None)
 
     def to(self, dtype: Any) -> Any:
         return self.astype(dtype).view(Array)
@@ -83,6 +86,22 @@ class Shared:
         self.memory[...] = block
 
 
+class Codes(Shared):
+    """A block of words of 16 bits as twice as many codes of e4m3."""
+
+    NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+
+    def __init__(self, words: np.ndarray) -> None:
+        self.words, self.shape = words, (len(words), 2 * words.shape[1])
+
+    @property
+    def memory(self) -> np.ndarray:  # type: ignore[override]
+        return self.NUMBERS[self.words.view(np.uint8)]
+
+    def permute(self, sides: tuple[int, ...]) -> Any:
+        return SimpleNamespace(of=self, sides=sides)
+
+
 class View:
     """A TMA descriptor of boxes of a tensor: zeros come from outside of it, and nothing is stored there."""
 
@@ -135,11 +154,12 @@ def _assembly(text: str, *_: Any, **__: Any) -> int:
     return 0
 
 
-def _product(x: Shared, y: Shared, total: np.ndarray, is_async: bool) -> np.ndarray:
+def _product(x: Shared, y: Any, total: np.ndarray, is_async: bool, use_acc: bool = True) -> np.ndarray:
     assert is_async
 
     def add() -> None:
-        total[...] += x.memory.astype(np.float32) @ y.memory.astype(np.float32)
+        other = y.of.memory.transpose(y.sides) if hasattr(y, "of") else y.memory
+        total[...] = use_acc * total + x.memory.astype(np.float32) @ other.astype(np.float32)
 
     here.products.append(add)
     return total
@@ -244,7 +264,8 @@ def _arrive(barrier: Barrier, pred: Any = True) -> None:
 
 gluon_language = SimpleNamespace(
     program_id=lambda _: here.program, num_programs=lambda _: here.programs, static_range=range, static_assert=_nothing,
-    cdiv=lambda a, b: -(-a // b), cast=lambda value, _: int(value), where=np.where,
+    cdiv=lambda a, b: -(-a // b), cast=lambda value, _: int(value), where=lambda *args: np.where(*args).view(Array),
+    minimum=min, convert_layout=lambda block, _: block, float8e4nv="codes",
     float32=np.float32, int64=np.int64, int32=np.int32,
     zeros=lambda shape, dtype, _: np.zeros(shape, dtype).view(Array), load=_load, store=_store,
     arange=lambda first, end, layout: np.arange(first, end).view(Array),  # noqa: ARG005
@@ -257,7 +278,9 @@ FAKES: dict[str, Any] = {
     "tma": SimpleNamespace(store_wait=_store_wait),
     "warpgroup_mma": _product, "warpgroup_mma_wait": _products_wait, "fence_async_shared": _nothing, "settle": _nothing,
     "load_block": _load_block, "store_block": _store_block, "wait_first": _wait_first,
-    "reinterpret": lambda block, _, shape, __: Shared(block.memory.reshape(shape)),
+    "reinterpret": lambda block, dtype, shape, _: (
+        Codes(block.memory) if dtype == "codes" else Shared(block.memory.reshape(shape))
+    ),
     "flag_address": lambda flags, index, bases, rank, peer: (flags, index, peer),  # noqa: ARG005
 }  # fmt: skip
 

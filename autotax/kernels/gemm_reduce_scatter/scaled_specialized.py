@@ -62,20 +62,17 @@ def multiply_scaled(
         sent += PARTS
 
 
-@gluon.jit(do_not_specialize=["rank", "added"])
-def scaled_specialized_kernel(
-    a, b, box0, box1, box2, box3, box4, box5, box6, box7, out, bias, residual, added, box, flags, bases, control,
-    scales_a, stride_m, stride_g, scales_b, rank, rows, cols, room, n, m,
+@gluon.jit
+def scatter_scaled(
+    a, b, boxes, of_all, out, bias, residual, added, box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
     STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """`a` [m, cols] and `b` [n, cols] are TMA descriptors of words of two codes. See `warps.scatter_tiles`."""
-    epoch = gl.load(control + EPOCH)
-    boxes = (box0, box1, box2, box3, box4, box5, box6, box7)
+    """`warps.scatter_tiles` for codes. `a` [m, cols] and `b` [n, cols] are TMA descriptors of words of two codes."""
     HIGH: gl.constexpr = GROUPS * X_ROWS
     m_tiles = gl.cdiv(rows, HIGH)
     n_tiles = gl.cdiv(n, PARTS * WIDE)
-    buffers, stagings = allocate(a, box0, 1, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1)
+    buffers, stagings = allocate(a, boxes[0], 1, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1)
     staged = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     drained = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -87,7 +84,6 @@ def scaled_specialized_kernel(
     mbarrier.init(taken, count=1)
     fence_async_shared()
     share = (WORLD * m_tiles * n_tiles, rank, rows, cols, m_tiles, n_tiles)
-    of_all = (scales_a, stride_m, stride_g, scales_b)
     # Written out, because the list of functions must be a literal in the call. The last numbers are registers per thread.
     if GROUPS == 1:
         gl.warp_specialize(
@@ -115,6 +111,21 @@ def scaled_specialized_kernel(
             [4, 4, 1, 1, 1],
             [176, 104, 56, 56, 56],
         )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["rank", "added"])
+def scaled_specialized_kernel(
+    a, b, box0, box1, box2, box3, box4, box5, box6, box7, out, bias, residual, added, box, flags, bases, control,
+    scales_a, stride_m, stride_g, scales_b, rank, rows, cols, room, n, m,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
+    STAGES: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    epoch = gl.load(control + EPOCH)
+    scatter_scaled(
+        a, b, (box0, box1, box2, box3, box4, box5, box6, box7), (scales_a, stride_m, stride_g, scales_b), out, bias, residual, added,
+        box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
+        WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, TARGET,
+    )  # fmt: skip
     leave(control, epoch, gl.num_programs(0), TARGET)
 
 
