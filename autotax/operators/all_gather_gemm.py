@@ -255,4 +255,5 @@ for _name, _kernel in (("torch_fast", "TorchScaledFast"), ("nccl_fast", "NcclFas
         f"{_PEERS}:{_kernel}",
         where=lambda problem, hardware: hardware.backend == "cuda" and problem.scales in ("tensor", "row"),
     )
+operator.peer("nccl_deep_gemm", f"{_PEERS}:NcclDeepGemm", where=scaled.has_deep_gemm)
 operator.peer("product", f"{_PEERS}:product", modes=(), part="the product alone", row="cublas")

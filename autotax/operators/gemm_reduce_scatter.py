@@ -241,6 +241,7 @@ operator.peer(
 operator.peer("torch_reduce_scatter_scaled", f"{_PEERS}:TorchReduceScatterScaled", where=_with_torch("scattered", scaled=True))
 operator.peer("torch_one_shot_scaled", f"{_PEERS}:TorchOneShotScaled", where=_with_torch("replicated", scaled=True))
 operator.peer("torch_two_shot_scaled", f"{_PEERS}:TorchTwoShotScaled", where=_with_torch("replicated", scaled=True))
+operator.peer("nccl_deep_gemm", f"{_PEERS}:NcclDeepGemm", where=scaled.has_deep_gemm)
 operator.peer(
     "product",
     f"{_PEERS}:product",

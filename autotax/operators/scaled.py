@@ -11,6 +11,7 @@ A is [m, k], B [n, k]. Scales are float32, and an element stands for its value t
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from autotax.core.errors import UsageError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from autotax.hardware import Hardware
     from autotax.operators.inputs import Draw
 
 GROUP = 128
@@ -252,6 +254,12 @@ def quantised(values: Tensor, scales: Tensor, quantize: str) -> Tensor:
     blocks = quantize == "block"
     parts = (held.view(len(held), -1, GROUP) / scales[..., None]).view(held.shape) if blocks else held * (1 / scales)
     return parts.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+
+
+def has_deep_gemm(problem: Any, hardware: Hardware) -> bool:
+    """Whether DeepGEMM is installed and multiplies this problem's matrices."""
+    fits = (problem.scales, problem.result, hardware.target) == ("block", "bf16", "cuda:90")
+    return fits and find_spec("deep_gemm") is not None
 
 
 def brief(problem: Problem) -> dict[str, str]:

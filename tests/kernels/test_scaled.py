@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from autotax.testing.ranks import Ranks
 
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.hardware import detect
 from autotax.heap import World
+from autotax.kernels.deep_gemm import DeepGemm
 from autotax.kernels.offline import compile_offline, known_hardware
+from autotax.operators import registry, scaled
 from autotax.operators.calls import make_inputs
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.operators.scaled import SCALES_OF, laid_out, quantised, scales_of
 from autotax.operators.verification import TOLERANCE
+from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance
 from tests.volume import volume
@@ -115,6 +119,22 @@ def test_kernels_compile(scales: str, target: str) -> None:
             space = space_for(problem, hardware)
             for name in space.variants:
                 compile_offline(problem, space.default(name), hardware)
+
+
+@pytest.mark.parametrize("name", ["fp8_gemm_nt", "gemm_fp8_fp8_bf16_nt"])
+def test_deep_gemm_is_an_alternative_where_it_is_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By either name of its function, and for scales of blocks alone."""
+    calls: list[Any] = []
+    for problem in (each for scales in LAYOUTS for each in problems(scales, 2)):
+        where = registry.of(problem).peers["nccl_deep_gemm"].where
+        assert not where(problem, known_hardware("cuda:90"))
+        with monkeypatch.context() as patch:
+            patch.setattr(scaled, "find_spec", lambda _: True)
+            assert where(problem, known_hardware("cuda:90")) == ((problem.scales, problem.result) == ("block", "bf16"))
+            assert not where(problem, known_hardware("hip:gfx942"))
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(**{name: lambda *tensors: calls.append(tensors)}))
+    DeepGemm(SimpleNamespace(dry=False))("a", "scales of a", "b", "scales of b", "out")  # type: ignore[arg-type]
+    assert calls == [(("a", "scales of a"), ("b", "scales of b"), "out")]
 
 
 @pytest.mark.parametrize("operator", [AllGatherGemm, GemmReduceScatter])
