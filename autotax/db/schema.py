@@ -51,8 +51,8 @@ CURRENT = {
     "b33b0952a97b73ca": "8769bab8aebe5425",  # flash-decode/single
     "64d50ef743601d9e": "7689408d43ffffd1",  # flash-decode/resident
     "72aacc8bf78cbc19": "69b2c5c7ff0fb829",  # flash-decode/compact
-    "b26684f604a75676": "596a8fb544ef7310",  # gemm-reduce-scatter/bsp
-    "ca42ca7c722ff4f8": "596a8fb544ef7310",  # gemm-reduce-scatter/bsp before it took e4m3
+    "b26684f604a75676": "d5641a37ed0f1969",  # gemm-reduce-scatter/bsp
+    "ca42ca7c722ff4f8": "d5641a37ed0f1969",  # gemm-reduce-scatter/bsp before it took e4m3
     "f5a132cbadb05cbb": "a7c0e6e63f5c4df2",  # gemm-reduce-scatter/decomposed
     "d0d051949b79d731": "63e24e5fbba46f2a",  # gemm-reduce-scatter/push
     "5da769fcff0e6761": "d141c62b4569bac9",  # gemm-reduce-scatter/pull_reduce

@@ -11,6 +11,8 @@ import torch
 from autotax.core.config import Config, Value
 from autotax.core.problem import Problem
 from autotax.hardware import detect
+from autotax.heap import World
+from autotax.operators.calls import make_inputs
 from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
 from autotax.operators.verification import TOLERANCE
 from autotax.runner.precompile import CompileAhead
@@ -187,6 +189,24 @@ def test_warps_with_roles_that_send_sums_of_codes_never_err(ranks: Ranks, scales
 def test_few_rows_of_codes_by_words_never_err(ranks: Ranks, scales: str, rows: int, block_m: int, block_n: int) -> None:
     problem = AllGatherGemm(rows * WORLD, 784, 2048, "e4m3", "m", WORLD, scales=scales)
     run(ranks, problem, default_with(problem, "scaled_push_words", block_m=block_m, block_n=block_n, num_stages=3, k_groups=4))
+
+
+def wrong_bytes(world: World, problem: Problem, config: Config) -> int:
+    """Codes and scales of the gathered A of a call that are not those of the shards."""
+    _, kernel = conformance.ready(world, problem, config)
+    call = make_inputs(problem, 0, world.rank, world.device)
+    kernel(*call.tensors, call.out)
+    codes, scales = kernel.gathered_codes(call.tensors[0], call.tensors[2])
+    shards = [make_inputs(problem, 0, rank, world.device).tensors for rank in range(world.size)]
+    bits, right = codes.view(torch.uint8), torch.cat([shard[0].view(torch.uint8) for shard in shards])
+    of_all = torch.cat([shard[2].view(-1) for shard in shards])
+    return int((bits != right).sum() + (scales.reshape(-1) != of_all).sum())
+
+
+@pytest.mark.parametrize("variant", ["scaled_specialized", "scaled_push_words"])
+def test_callers_get_the_gathered_codes(ranks: Ranks, variant: str) -> None:
+    problem = AllGatherGemm(64 * WORLD, 784, 1152, "e4m3", "m", WORLD, scales="row")
+    assert ranks.run(wrong_bytes, problem, default_with(problem, variant), timeout=120) == [0] * WORLD
 
 
 @pytest.mark.parametrize("scales", ["row", "block"])
