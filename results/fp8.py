@@ -1,8 +1,9 @@
 """Seeds of every variant and all alternatives of problems of a TOML file, each problem in one interleaved run, in place:
 
-    PYTHONPATH=. python results/fp8.py SHAPES.toml [--seeds 6] [--seconds 90] [-o FILE.json]
+    PYTHONPATH=. python results/fp8.py SHAPES.toml [--seeds 6] [--seconds 90] [--replays 10000 --finalists 6] [-o FILE.json]
 
-Every result is verified in the run that measured it. Nothing is searched or stored.
+Every result is verified in the run that measured it. Nothing is searched or stored. Then graphs of the fastest configs of the
+first problems are replayed with changing inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from autotax.hardware import Hardware, detect
 from autotax.operators import registry
 from autotax.operators.problem_files import read_shapes
 from autotax.runner.measurement import Candidate, Effort
+from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
+from autotax.testing import operators
 
 WORLD = 2
 EFFORT = Effort(samples=20, seconds=0.25)
@@ -54,14 +57,27 @@ def line(problem: Problem, rows: list[tuple[float, str]]) -> str:
     return f"| {problem.op} {problem.brief()} | {' | '.join(cells)} | {others / best(groups['ours'])[0]:.2f} |"
 
 
+def replay(finalists: list[tuple[Problem, Config]], here: Hardware, replays: int) -> None:
+    """Prints the worst error of each finalist, and how many elements ever changed in its replays."""
+    with Ranks(WORLD, here.backend) as ranks:
+        for problem, config in finalists:
+            found = ranks.run(operators.replay, problem, config, replays, timeout=60)
+            worst, wrong = max(error for error, _ in found), sum(count for _, count in found)
+            said = f"{replays} replays, {wrong} elements wrong, error {worst:.2g}"
+            print(f"{said}: {problem.op} {problem.brief()} {config}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shapes", type=Path)
     parser.add_argument("--seeds", type=int, default=6, help="configs of each variant")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further problem after this time")
+    parser.add_argument("--replays", type=int, default=0, help="replays of the fastest configs of this project")
+    parser.add_argument("--finalists", type=int, default=6, help="problems whose fastest configs are replayed")
     parser.add_argument("-o", type=Path)
     given = parser.parse_args()
     problems, here, found, table = read_shapes(given.shapes, WORLD), detect(), [], []
+    finalists: list[tuple[Problem, Config]] = []
     ends = time.monotonic() + given.seconds
     print(here.device)
     with api.ranks(here, WORLD) as runner:
@@ -78,10 +94,15 @@ def main() -> None:
             print(problem.op, problem.brief())
             for us, error, status, config in sorted(rows, key=lambda row: row[0] or 1e9):
                 print(f"  {us or 0:9.1f} us, error {error or 0:.2g}, {status}: {config}", flush=True)
+            ours = [each for each in measured if each.status == "ok" and str(each.config).startswith("scaled_")]
+            if ours:
+                finalists.append((problem, min(ours, key=lambda each: each.latency_us or math.inf).config))
             table.append(line(problem, [(us, config) for us, _, status, config in rows if us and status == "ok"]))
             if given.o:
                 given.o.write_text(json.dumps(found))
-    print("| problem | ours | exact | fast | product | over the best |\n|---|---|---|---|---|---|", *table, sep="\n")
+    print("| problem | ours | exact | fast | product | over the best |\n|---|---|---|---|---|---|", *table, sep="\n", flush=True)
+    if given.replays:
+        replay(finalists[: given.finalists], here, given.replays)
 
 
 if __name__ == "__main__":
