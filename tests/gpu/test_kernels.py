@@ -232,5 +232,5 @@ def default_with(problem: Problem, variant: str, **changes: Value) -> Config:
 
 def run(ranks: Ranks, problem: Problem, config: Config) -> None:
     for worst, wrong in ranks.run(conformance.replay, problem, config, REPLAYS, timeout=120):
-        assert worst <= TOLERANCE[problem.dtype]
+        assert worst <= TOLERANCE[problem.out_dtype]
         assert wrong == 0
