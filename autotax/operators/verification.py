@@ -35,9 +35,11 @@ class Expected:
     """What is expected of the further outputs of the call."""
 
     @classmethod
-    def of(cls, right: Tensor, spread: Tensor | None, dtype: torch.dtype, more: tuple[Expected, ...] = ()) -> Expected:
+    def of(
+        cls, right: Tensor, spread: Tensor | None, dtype: torch.dtype, more: tuple[Expected, ...] = (), step: bool = False
+    ) -> Expected:
         """`spread`: one per element; without it the root mean square of all elements. Deviations of the type's smallest number
-        count as rounding.
+        count as rounding. `step`: each element follows one rounded number, which may be the neighbour of the right one.
         """
         odd = (~right.isfinite()).view(-1).nonzero().view(-1)
         if spread is None:
@@ -45,6 +47,8 @@ class Expected:
             spread = (finite.norm() / math.sqrt(max(1, right.numel()))).expand_as(right)
         numbers = torch.finfo(dtype)
         allowed = next(limit for name, limit in TOLERANCE.items() if (DTYPES | EIGHT_BITS).get(name) == dtype)
+        if step:
+            allowed = max(allowed, 1.05 * numbers.eps)
         floor = max(numbers.smallest_normal * numbers.eps / allowed, torch.finfo(torch.float32).tiny)
         return cls(right, (spread + floor).reciprocal_(), odd, allowed, more)
 

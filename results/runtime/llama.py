@@ -34,7 +34,7 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.db import Store
+from autotax.db import Store, shipped
 from autotax.db.lookup import lookup
 from autotax.hardware import Hardware, check_world_size, detect
 from autotax.report.formatting import CPU_NOTE, interval, microseconds, parameters, times
@@ -98,6 +98,30 @@ def best_bsp(problem: FlashDecode, hardware: Hardware, db: str | None) -> Config
         return baseline_for(answer, store, trials_here(store, space, conditions), space, conditions).config
 
 
+def promised(plan: Plan, rows: int, spread: bool, decodes: bool, hardware: Hardware) -> float:
+    """Microseconds that the winners of all layers' modules save over BSP, by the figures that they were proven with."""
+    with Store.open(plan.db, create=False) as store:
+        winners = [*store.winners(with_samples=False), *shipped.winners()]
+
+    def applies(problem: Problem) -> bool:
+        if isinstance(problem, FlashDecode):
+            return decodes and problem.batch == rows
+        output = getattr(problem, "output", "scattered")
+        return getattr(problem, "m", None) == rows and (output == "scattered") is spread
+
+    def saved(problem: Problem) -> float:
+        answer = lookup(problem, hardware=hardware, db=plan.db)
+        config = Config(answer.variant, answer.params)
+        key = (problem, hardware.device, config)
+        proven = [won for won in winners if (won.problem, won.hardware.device, won.config) == key]
+        best = max(proven, key=lambda won: won.conditions.mode == "in-place", default=None)
+        return best.baseline_us - best.latency_us if best else 0.0
+
+    modules = {name: asked for name, asked in problems(plan).items() if name != "training"}
+    calls = [(2 if name == "gate, up" else 1, problem) for name, asked in modules.items() for problem in asked]
+    return plan.sizes.layers * sum(count * saved(problem) for count, problem in calls if applies(problem))
+
+
 def reduce(name: str, found: Sequence[dict[str, Any]], dtype: str) -> dict[str, Any]:
     """One scenario of all ranks: the time of a round is the maximum over them, a latency the median over the rounds."""
     ours, theirs = ([max(at) for at in zip(*(rank["samples"][which] for rank in found), strict=True)] for which in (0, 1))
@@ -123,6 +147,12 @@ def document(plan: Plan, hardware: Hardware, found: Sequence[dict[str, Any]]) ->
     reduced = [
         reduce(each["name"], [rank["scenarios"][i] for rank in found], plan.dtype) for i, each in enumerate(found[0]["scenarios"])
     ]
+    for scenario in reduced:
+        kind = scenario["name"].partition(",")[0]
+        if kind != "train":
+            rows, spread = scenario["rows"], bool(scenario["spread"])
+            scenario["promised_us"] = promised(plan, rows, spread, kind == "decode", hardware)
+            scenario["gained_us"] = scenario["nccl_us"] - scenario["autotax_us"]
     return {
         "hardware": hardware.to_dict(),
         "software": environment(hardware.backend).to_dict(),
@@ -157,14 +187,16 @@ def show(told: dict[str, Any], console: Console, note: str) -> None:
     if all(each["match"] == "fallback" for each in told["modules"]):
         console.print("nothing is tuned here: every module is bulk-synchronous, so there is nothing to win")
     ends = Table(title="end to end", title_justify="left", caption=note, caption_justify="left")
-    for column in ("scenario", "NCCL us", "autotax us", "speed-up [95 %]", "relative difference", "outputs"):
+    figures = ("NCCL us", "autotax us", "speed-up [95 %]", "gained us", "promised us")
+    for column in ("scenario", *figures, "relative difference", "outputs"):
         ends.add_column(column, justify="left" if column == "scenario" else "right")
     for each in told["scenarios"]:
         error = "not finite" if each["relative_error"] is None else f"{each['relative_error']:.1e}"
-        figures = microseconds(each["nccl_us"]), microseconds(each["autotax_us"])
+        both = microseconds(each["nccl_us"]), microseconds(each["autotax_us"])
         gain = f"{times(each['speedup'])} {interval(tuple(each['interval']))}"
         equal = f"{'equal' if each['equal'] else 'DIFFER'} (within {each['tolerance']:g})"
-        ends.add_row(each["name"], *figures, gain, error, equal)
+        saved = [microseconds(each[name]) if name in each else "-" for name in ("gained_us", "promised_us")]
+        ends.add_row(each["name"], *both, gain, *saved, error, equal)
     console.print(ends)
     for line in (*told["warnings"], *told["failures"]):
         console.print(f"notice: {line}", markup=False)

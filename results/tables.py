@@ -1,0 +1,125 @@
+"""Tunes, proves and compares the published problems of every operator on the GPUs of this host, in calls of bounded time:
+
+    PYTHONPATH=. python results/tables.py FOLDER [--gpus 4] [--seconds 540] [--only all-gather-gemm,decode-merge]
+
+A call goes on where the last one ended: problems in FOLDER/comparisons.jsonl are done, and trials of others count. Each problem
+is tuned for `--each` seconds, its winner soaked, then compared in place with every alternative, all in one pool of ranks.
+FOLDER/tuned.db has the winners and FOLDER/tables.md the tables. Operators take turns, so that an early end leaves a part of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import zip_longest
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from autotax import api
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem, with_world_size
+from autotax.core.settings import Settings, as_deployed
+from autotax.db import Store
+from autotax.hardware import Hardware, detect
+from autotax.operators.problem_files import read_shapes
+from autotax.report import documents
+from autotax.report.formatting import microseconds
+from autotax.runner.local_runner import LiveRunner
+from autotax.tuner import Verdict
+from autotax.tuner.progress import Silence
+
+RESULTS = Path(__file__).parent
+SHAPES = (
+    "h200x4/all-gather-gemm/shapes.toml",
+    "shapes/gemm-reduce-scatter.toml",
+    "h200x4/flash-decode/shapes.toml",
+    "shapes/decode-merge.toml",
+    "h100x2/all-reduce-norm/shapes.toml",
+    "shapes/fp8.toml",
+)
+"""Sizes are those of one rank, for any number of ranks."""
+
+
+def problems(files: Sequence[Path], world_size: int, only: Sequence[str] | None) -> list[Problem]:
+    """The problems of all files by turns, those of the operators `only` if given."""
+    lists = [[with_world_size(problem, world_size) for problem in read_shapes(file, world_size)] for file in files]
+    turns = [problem for turn in zip_longest(*lists) for problem in turn if problem is not None]
+    return [problem for problem in dict.fromkeys(turns) if not only or problem.op in only]
+
+
+def fits(problem: Problem, hardware: Hardware) -> bool:
+    """Whether the machine can run the problem, for instance whether its heads divide by the ranks."""
+    try:
+        api.check([problem], hardware)
+    except UsageError as error:
+        print(f"{problem.op} {problem.brief()} is left out: {error}", flush=True)
+        return False
+    return True
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown: each problem with the tuned config, BSP and the best alternative; then geometric means by operator."""
+    lines = ["| problem | ours, us | BSP, us | over BSP | best alternative | over it |", "|---|---|---|---|---|---|"]
+    ratios: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        ours = next((entry for entry in row["rows"] if entry["name"] == "autotax"), None)
+        if not ours or not ours["speedup_vs_bsp"]:
+            lines.append(f"| {row['key']} | - | - | - | {row['error'] or 'nothing was measured'} | - |")
+            continue
+        bsp, peer = float(ours["speedup_vs_bsp"]), float(row["speedup_vs_best_peer"] or ours["speedup_vs_bsp"])
+        ratios[row["problem"]["op"]].append((bsp, peer))
+        ours_us, bsp_us = f"{ours['variant']} {microseconds(ours['latency_us'])}", microseconds(ours["latency_us"] * bsp)
+        lines.append(f"| {row['key']} | {ours_us} | {bsp_us} | {bsp:.2f}x | {row['best_peer'] or 'BSP'} | {peer:.2f}x |")
+    lines += ["", "| operator | problems | over BSP | least | over the best alternative | least |", "|---|---|---|---|---|---|"]
+    for op, pairs in ratios.items():
+        bsps, peers = zip(*pairs, strict=True)
+        means = [f"{geometric_mean(some):.2f}x | {min(some):.2f}x" for some in (bsps, peers)]
+        lines.append(f"| {op} | {len(pairs)} | {' | '.join(means)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--gpus", type=int, help="ranks; by default all GPUs")
+    parser.add_argument("--seconds", type=float, default=540, help="begin no problem after which less than one's time is left")
+    parser.add_argument("--each", type=float, default=12, help="seconds of tuning for a problem")
+    parser.add_argument("--trials", type=int, default=24)
+    parser.add_argument("--soak", type=int, default=500)
+    parser.add_argument("--only", type=lambda text: text.split(","), help="operators")
+    parser.add_argument("--shapes", type=Path, nargs="+", default=[RESULTS / name for name in SHAPES])
+    options = parser.parse_args()
+    ends, hardware = time.monotonic() + options.seconds, detect()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    log, db = options.folder / "comparisons.jsonl", options.folder / "tuned.db"
+    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    done = {row["key"] for row in rows}
+    settings = Settings(trials=options.trials, timeout_s=options.each, soak=options.soak)
+    coming = problems(options.shapes, options.gpus or hardware.default_world_size, options.only)
+    jobs = [(problem, settings) for problem in coming if problem.key not in done and fits(problem, hardware)]
+    print(f"{len(done)} problems are done, {len(jobs)} to come", flush=True)
+
+    def compare(verdict: Verdict, runner: LiveRunner) -> None:
+        compared = api.compare_on(runner, verdict.problem, hardware, as_deployed(None, hardware), db, every_variant=False)
+        rows.append({"key": verdict.problem.key, **documents.of_comparison(compared)})
+        with log.open("a") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+        print("\n".join(table(rows[-1:])[2:3]), flush=True)
+
+    with Store.open(db, create=True) as store:
+        longest, began = options.each, time.monotonic()
+        for _ in api.tune_jobs(jobs, hardware, store, lambda *_: nullcontext(Silence()), then=compare):
+            longest, began = max(longest, time.monotonic() - began), time.monotonic()
+            if began + longest > ends:
+                break
+    (options.folder / "tables.md").write_text("\n".join(table(rows)) + "\n")
+    print(f"{len(rows)} problems are done; the tables are in {options.folder / 'tables.md'}")
+
+
+if __name__ == "__main__":
+    main()
