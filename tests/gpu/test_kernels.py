@@ -12,6 +12,7 @@ from autotax.core.config import Config, Value
 from autotax.core.problem import Problem
 from autotax.hardware import detect
 from autotax.heap import World
+from autotax.kernels.all_gather_gemm.gathered import gathered_codes
 from autotax.operators.calls import make_inputs
 from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
 from autotax.operators.verification import TOLERANCE
@@ -196,7 +197,7 @@ def wrong_bytes(world: World, problem: Problem, config: Config) -> int:
     _, kernel = conformance.ready(world, problem, config)
     call = make_inputs(problem, 0, world.rank, world.device)
     kernel(*call.tensors, call.out)
-    codes, scales = kernel.gathered_codes(call.tensors[0], call.tensors[2])
+    codes, scales = gathered_codes(kernel, call.tensors[0], call.tensors[2])
     shards = [make_inputs(problem, 0, rank, world.device).tensors for rank in range(world.size)]
     bits, right = codes.view(torch.uint8), torch.cat([shard[0].view(torch.uint8) for shard in shards])
     of_all = torch.cat([shard[2].view(-1) for shard in shards])

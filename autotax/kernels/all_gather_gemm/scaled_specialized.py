@@ -10,7 +10,6 @@ received the peer's words of the call in between.
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any
 
 import torch
@@ -22,10 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.by_words import THREADS, receive_words, send_words
-from autotax.kernels.all_gather_gemm.gathered import hand_out, left_in
 from autotax.kernels.all_gather_gemm.push_specialized import PushSpecialized
 from autotax.kernels.all_gather_gemm.roles import X_ROWS, allocate, store_part, tile_at
-from autotax.kernels.all_gather_gemm.scaled_gather import CODES as CODE
 from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
 from autotax.kernels.all_gather_gemm.warp_gemm import load_tiles, poll_tiles, send_shard
 from autotax.kernels.context import Context
@@ -231,20 +228,12 @@ class Codes(Kernel[AllGatherGemm]):
         """The arguments of a kernel that `exchange_scales` takes, for the scales of a shard of `rows` rows."""
         return scales, self.dense, self.scale_words, self.quantised.groups * rows, self.scale_room
 
-    def gathered_codes(self, a: Tensor, scales_a: Tensor) -> tuple[Tensor, Tensor]:
-        """A [m, k] and its scales as the last call, of `a`, has gathered them. Not for scales of blocks."""
-        words, rows = a.view(DTYPES[self.problem.result]), len(a)
-        if left_in(self) == "landing":
-            whole: Tensor = vars(self)["landing"]
-        else:
-            whole = words.new_empty(self.problem.world_size * rows, words.shape[1])
-            kernel = copy(self)
-            kernel.problem = as_words(self.problem)
-            hand_out(kernel, words, whole)
-        if self.quantised.groups:
-            self.context.copy(self.dense[self.context.rank, :rows], scales_a.view(-1))
-            scales_a = self.dense[:, :rows].reshape(-1, 1)[: self.problem.m]
-        return whole.view(CODE)[: self.problem.m], scales_a
+    def gathered_scales(self, scales_a: Tensor) -> Tensor:
+        """The scales of A as the last call has gathered them; `scales_a` are those of this rank. Not for scales of blocks."""
+        if not self.quantised.groups:
+            return scales_a
+        self.context.copy(self.dense[self.context.rank, : len(scales_a)], scales_a.view(-1))
+        return self.dense[:, : len(scales_a)].reshape(-1, 1)[: self.problem.m]
 
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any] | None:
         """See the kernel for 16 bits. A word of scales carries the number of its call."""
