@@ -45,7 +45,6 @@ def make_inputs(problem: Problem, seed: int, rank: int, device: torch.device) ->
 def reference(problem: Problem, seed: int, rank: int, device: torch.device) -> Expected:
     """The right output of `rank` for a seed."""
     (right, spread), *more = registry.of(problem).right(problem, Calls(problem, seed, device), rank)
-    dtype = (DTYPES | EIGHT_BITS)[problem.dtype]
     # Scales are their own spread: each follows the largest of rounded numbers, so it may be off by one step.
-    others = tuple(Expected.of(*other, dtype, step=other[0] is other[1]) for other in more)
+    others = tuple(Expected.of(*other, DTYPES[problem.dtype], step=other[0] is other[1]) for other in more)
     return Expected.of(right, spread, (DTYPES | EIGHT_BITS)[problem.out_dtype], others)
