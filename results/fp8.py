@@ -94,6 +94,8 @@ def main() -> None:
             print(problem.op, problem.brief())
             for us, error, status, config in sorted(rows, key=lambda row: row[0] or 1e9):
                 print(f"  {us or 0:9.1f} us, error {error or 0:.2g}, {status}: {config}", flush=True)
+            for error in dict.fromkeys(each.error for each in measured if each.error):
+                print(f"  {error}", flush=True)
             ours = [each for each in measured if each.status == "ok" and str(each.config).startswith("scaled_")]
             if ours:
                 finalists.append((problem, min(ours, key=lambda each: each.latency_us or math.inf).config))
