@@ -33,6 +33,8 @@ class Array(np.ndarray):
     type = SimpleNamespace(layout=None)
 
     def to(self, dtype: Any) -> Any:
+        if isinstance(dtype, np.ndarray):  # an address in this memory
+            return Pointer(dtype, self // dtype.itemsize)
         return self.astype(dtype).view(Array)
 
 
@@ -45,6 +47,9 @@ class Pointer:
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.at + offset)
+
+    def to(self, _: Any) -> Any:
+        return np.asarray(self.at * self.memory.itemsize).view(Array)
 
 
 class Barrier:
@@ -108,6 +113,7 @@ class View:
     def __init__(self, tensor: np.ndarray, box: tuple[int, ...]) -> None:
         self.tensor, self.box, self.dtype = tensor, box, tensor.dtype
         self.layout = SimpleNamespace(swizzle_byte_width=128, element_bitwidth=16)
+        self.block_shape = box
 
     def inside(self, at: Iterable[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """The slices of a box that lie inside the tensor: in the tensor and in the box."""

@@ -7,7 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from autotax.kernels.all_gather_gemm.push_words import GROUP_M, PushWords, exchange_words, load_a, load_b
+from autotax.kernels.all_gather_gemm.by_words import receive_words, send_words
+from autotax.kernels.all_gather_gemm.push_words import GROUP_M, PushWords, load_a, load_b
 from autotax.kernels.all_gather_gemm.roles import X_ROWS, allocate
 from autotax.kernels.all_gather_gemm.scaled_specialized import Codes, exchange_scales, multiply_scaled
 from autotax.kernels.primitives import EPOCH, leave
@@ -18,9 +19,10 @@ def exchange(
     words, scales, bases, control, rank, epoch, rows,
     WORLD: gl.constexpr, COLS: gl.constexpr, K_GROUPS: gl.constexpr, SCALES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """Exchanges scales, then words: their count stands for both."""
+    """Exchanges words and scales. Programs count received words when they have both."""
+    send_words(words, rank, epoch, rows, COLS, WORLD, COLS, K_GROUPS, True)
     exchange_scales(scales, bases, control, rank, epoch, WORLD, SCALES, TARGET)
-    exchange_words(words, rank, epoch, rows, WORLD, COLS, K_GROUPS, TARGET)
+    receive_words(words, rank, epoch, rows, COLS, WORLD, COLS, K_GROUPS, TARGET)
 
 
 @gluon.jit(do_not_specialize=["rank", "shard"])
