@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import time
+from itertools import groupby, zip_longest
 from pathlib import Path
 
 from autotax import api
@@ -57,6 +58,12 @@ def line(problem: Problem, rows: list[tuple[float, str]]) -> str:
     return f"| {problem.op} {problem.brief()} | {' | '.join(cells)} | {others / best(groups['ours'])[0]:.2f} |"
 
 
+def in_turn(problems: list[Problem]) -> list[Problem]:
+    """Problems of the operators in turn, so that a lack of time leaves out some of each."""
+    by_operator = [list(group) for _, group in groupby(problems, key=lambda problem: problem.op)]
+    return [problem for some in zip_longest(*by_operator) for problem in some if problem]
+
+
 def replay(finalists: list[tuple[Problem, Config]], here: Hardware, replays: int) -> None:
     """Prints the worst error of each finalist, and how many elements ever changed in its replays."""
     with Ranks(WORLD, here.backend) as ranks:
@@ -76,7 +83,7 @@ def main() -> None:
     parser.add_argument("--finalists", type=int, default=6, help="problems whose fastest configs are replayed")
     parser.add_argument("-o", type=Path)
     given = parser.parse_args()
-    problems, here, found, table = read_shapes(given.shapes, WORLD), detect(), [], []
+    problems, here, found, table = in_turn(read_shapes(given.shapes, WORLD)), detect(), [], []
     finalists: list[tuple[Problem, Config]] = []
     ends = time.monotonic() + given.seconds
     print(here.device)

@@ -679,6 +679,9 @@ def _specialized(
     if not parameters["by_words"] or not any(itertools.starmap(suits, itertools.product(parameters["block_m"], BLOCKS_N))):
         return None
     values = _push_specialized_seeds(problem, hardware, orders, parameters, suits)
+    if variant != "push_specialized":  # no search has said yet which tiles are fast: different ones come first
+        firsts = {(value["block_m"], value["block_n"]): value for value in reversed(values)}
+        values.sort(key=lambda value: firsts[value["block_m"], value["block_n"]] is not value)
     return VariantSpace(variant, parameters, constraints, tuple(Config.of(variant, each) for each in values))
 
 
