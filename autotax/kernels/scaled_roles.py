@@ -19,6 +19,16 @@ MOST_TOGETHER = gl.constexpr(192)
 """Most rows of Y whose parts are multiplied together. Sums and products of more would not fit in registers."""
 
 
+OVERLAPPING = {"launch_pdl": True}
+"""The option of a launch that may begin while the kernel before it ends. Such a kernel begins with `await_launch`."""
+
+
+@gluon.jit
+def await_launch():
+    """Waits until the kernel before this one has ended and its stores are visible."""
+    gl.inline_asm_elementwise("griddepcontrol.wait;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def codes_of(words, ROWS: gl.constexpr):
     """A block of words [ROWS, 64] in shared memory as codes."""

@@ -12,6 +12,7 @@ from autotax.kernels.all_gather_gemm.push_words import GROUP_M, PushWords, load_
 from autotax.kernels.all_gather_gemm.roles import X_ROWS, allocate
 from autotax.kernels.all_gather_gemm.scaled_specialized import Codes, exchange_scales, multiply_scaled
 from autotax.kernels.primitives import EPOCH, leave
+from autotax.kernels.scaled_roles import await_launch
 
 
 @gluon.jit
@@ -33,6 +34,7 @@ def scaled_push_words_kernel(
     Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """See `push_words_kernel`. Matrices are words of two codes, and COLS their number a row."""
+    await_launch()
     epoch = gl.load(control + EPOCH)
     BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
     BLOCK_N: gl.constexpr = GROUPS * X_ROWS if X_IS_B else Y1 + Y2 + Y3

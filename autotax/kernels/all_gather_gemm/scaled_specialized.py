@@ -28,7 +28,7 @@ from autotax.kernels.all_gather_gemm.warp_gemm import load_tiles, poll_tiles, se
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, LIMIT, leave, note_missing
-from autotax.kernels.scaled_roles import CODES, multiply_tile, with_scales
+from autotax.kernels.scaled_roles import CODES, OVERLAPPING, await_launch, multiply_tile, with_scales
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.inputs import DTYPES
 from autotax.operators.scaled import as_words
@@ -145,6 +145,7 @@ def scaled_specialized_kernel(
 ):  # fmt: skip
     """See `warp_gemm.gather_tiles`. Matrices are words of two codes, and `cols` their number a row."""
     gl.static_assert(not X_IS_B)
+    await_launch()
     epoch = gl.load(control + EPOCH)
     BLOCK_M: gl.constexpr = GROUPS * X_ROWS
     BLOCK_N: gl.constexpr = Y1 + Y2 + Y3
@@ -211,7 +212,7 @@ class Codes(Kernel[AllGatherGemm]):
         # Zeros are words of call 0, which does not exist.
         self.scale_words = context.heap.zeros((2, problem.world_size, self.scale_room), torch.int64)
         self.dense = context.empty((problem.world_size, self.scale_room), torch.float32)
-        self.constants = self.constants | {"SCALES": problem.scales}
+        self.constants = self.constants | {"SCALES": problem.scales} | OVERLAPPING
 
     def __call__(self, a: Tensor, b: Tensor, *rest: Tensor) -> None:
         """See Kernel.__call__."""

@@ -21,7 +21,7 @@ from autotax.kernels.gemm_reduce_scatter.push_specialized import PushSpecialized
 from autotax.kernels.gemm_reduce_scatter.scaled_sums import plain
 from autotax.kernels.gemm_reduce_scatter.warps import add_tiles, load_tiles, poll_tiles, send_tiles, stage_part, tile_at
 from autotax.kernels.primitives import EPOCH, leave
-from autotax.kernels.scaled_roles import CODES, multiply_tile, with_scales
+from autotax.kernels.scaled_roles import CODES, OVERLAPPING, await_launch, multiply_tile, with_scales
 from autotax.kernels.tiling import BLOCK_K, GROUP_ROWS
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.inputs import DTYPES
@@ -120,6 +120,7 @@ def scaled_specialized_kernel(
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
     STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
+    await_launch()
     epoch = gl.load(control + EPOCH)
     scatter_scaled(
         a, b, (box0, box1, box2, box3, box4, box5, box6, box7), (scales_a, stride_m, stride_g, scales_b), out, bias, residual, added,
@@ -136,7 +137,7 @@ class ScaledSpecialized(PushSpecialized):
         self.quantised, self.result = Quantiser(problem, problem.m, context), problem.result
         super().__init__(plain(problem), config, context)
         self.problem = problem
-        self.constants = self.constants | {"SCALES": problem.scales}
+        self.constants = self.constants | {"SCALES": problem.scales} | OVERLAPPING
 
     def view(self, tensor: Tensor, box: list[int]) -> Any:
         """A TMA descriptor of boxes of a tensor of the type of C, or of codes as words of that type."""
