@@ -17,6 +17,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.hardware import detect
 from autotax.heap import World
+from autotax.kernels import scaled_product
 from autotax.kernels.deep_gemm import DeepGemm
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.operators import registry, scaled
@@ -108,6 +109,21 @@ def test_quantising_on_the_way_gives_the_bits_of_a_quantiser_before(ranks: Ranks
         for name, space in space_for(problem, detect("cpu")).variants.items():
             for first, second, third, fourth in ranks.run(bits_of_both, problem, space.some(1, Random(7))[0], timeout=120):
                 assert (first, third) == (second, fourth), name
+
+
+def errors_when_turned(world: World, problem: Any, config: Config) -> list[float]:
+    """Errors of calls whose tiles are computed as their transpose, as Hopper computes low tiles."""
+    scaled_product.turned = lambda *_: True  # type: ignore[assignment]
+    return conformance.errors_of(world, problem, config, CALLS)
+
+
+@pytest.mark.parametrize("scales", ["row", *volume("block", "tensor")])
+def test_tiles_are_right_as_their_transpose(scales: str) -> None:
+    problem = AllGatherGemm(*SIZES, "e4m3", "m", 2, scales=scales)
+    with Ranks(2) as pair:
+        for product in ("16x64x2x4", "32x256x2x4"):
+            found = pair.run(errors_when_turned, problem, Config.of("bsp", product=product, splits=2), timeout=120)
+            assert max(map(max, found)) <= TOLERANCE[problem.out_dtype], product
 
 
 @pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942"])
