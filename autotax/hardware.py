@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -115,6 +116,15 @@ def symmetric_heap(backend: str) -> str:
     if chosen and chosen not in ("iris", "torch"):
         raise UsageError(f"AUTOTAX_HEAP is {chosen!r}; allowed are iris and torch: set one of these on all ranks, or none")
     return chosen or ("iris" if backend == "rocm" else "torch")
+
+
+def has_iris() -> bool:
+    """Whether AMD's Iris and the package that its operators import are installed. Another project is called iris, too. Nothing is
+    imported: Iris loads libraries of the GPU.
+    """
+    spec = importlib.util.find_spec("iris")
+    ours = bool(spec and spec.origin) and Path(str(spec and spec.origin)).with_name("ops").is_dir()
+    return ours and importlib.util.find_spec("tritonblas") is not None
 
 
 def dies_by_hip() -> int | None:

@@ -8,6 +8,7 @@ import importlib.util
 import platform
 import re
 import runpy
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,11 +37,17 @@ class Environment:
         return asdict(self)
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+def distribution_version(*names: str) -> str | None:
+    """The version of the first of these distributions that is installed; None if none is."""
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def iris_version() -> str | None:
+    """The version of Iris, which the package index calls tokenspeed-iris; None if it is not installed."""
+    return distribution_version("tokenspeed-iris", "iris")
 
 
 @functools.cache
@@ -81,7 +88,7 @@ def environment(backend: str) -> Environment:
     if backend == "cuda":
         comm = f"torch symmetric memory {torch}, nccl {_nccl_version()}"
     elif backend == "rocm":
-        heap = f"iris {_version('iris')}" if symmetric_heap("rocm") == "iris" else f"torch symmetric memory {torch}"
+        heap = f"iris {iris_version() or 'none'}" if symmetric_heap("rocm") == "iris" else f"torch symmetric memory {torch}"
         comm = f"{heap}, rccl {_nccl_version()}"
     else:
         comm = "shared memory, gloo"

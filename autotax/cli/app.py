@@ -50,7 +50,7 @@ COMMANDS: dict[str, Command] = {
     "export": Command(share.export, SHARING, ["export --output winners.json"]),
     "import": Command(share.import_, SHARING, ["import winners.json"]),
     "compile": Command(compile.compile_, CHECKING, ["compile PROBLEM --target hip:gfx942"]),
-    "doctor": Command(doctor.doctor, CHECKING, ["doctor"]),
+    "doctor": Command(doctor.doctor, CHECKING, ["doctor", "doctor --report autotax.json"]),
     "new operator": Command(new.operator, WRITING, ["new operator my-sum"]),
     "new variant": Command(new.variant, WRITING, ["new variant my-push"]),
 }

@@ -6,7 +6,7 @@ The checks change nothing. A check that raises counts as failed.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
+import json
 import mmap
 import os
 import platform
@@ -17,10 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+import typer
+
+from autotax.cli.messages import say
 from autotax.cli.options import MachineOptions
 from autotax.core.errors import MachineError, UsageError
+from autotax.core.files import refuse_unwritable, write_whole
 from autotax.hardware import (
     BACKENDS,
     HARDWARE_QUEUES,
@@ -31,7 +35,7 @@ from autotax.hardware import (
     lack_of_rocm,
     symmetric_heap,
 )
-from autotax.software import triton_version
+from autotax.software import distribution_version, iris_version, triton_version
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -96,13 +100,6 @@ def _backend_present() -> str:
         return "cpu"
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _numbers(version: str) -> tuple[int, ...]:
     """(3, 6) of 3.6.0+git123"""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
@@ -125,7 +122,7 @@ def _python() -> Check:
 
 
 def _torch() -> Check:
-    found = _package("torch", (2, 9), _version("torch"))
+    found = _package("torch", (2, 9), distribution_version("torch"))
     if found.ok:
         importlib.import_module("torch")
     return found
@@ -137,7 +134,7 @@ def _triton() -> Check:
 
 def _numpy() -> Check:
     """CPU ranks need NumPy: Triton's interpreter computes with it."""
-    return _package("numpy", (2, 0), _version("numpy"))
+    return _package("numpy", (2, 0), distribution_version("numpy"))
 
 
 def _gloo() -> Check:
@@ -188,7 +185,7 @@ def _iris() -> Check:
         return Check("iris", False, " ".join(str(error).split()), f"install ROCm, then `{INSTALL}`")
     ok = hasattr(module, "iris")
     advice = "" if ok else f"another project has this name: `pip uninstall iris`, then `{INSTALL}`"
-    return Check("iris", ok, _version("iris") or "of unknown version", advice)
+    return Check("iris", ok, iris_version() or "of unknown version", advice)
 
 
 def _compiler() -> Check:
@@ -321,10 +318,38 @@ def _may_write(path: Path) -> bool:
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
-def doctor(where: MachineOptions) -> int:
+@dataclass(frozen=True)
+class DoctorOptions:
+    """A file for developers who lack the machine."""
+
+    PANEL: ClassVar[str] = "Report"
+
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            help="Also run ranks and trials, for minutes at most, and write all that a developer needs to this JSON file.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """Raises UsageError for a file that cannot be written."""
+        if self.report is not None:
+            refuse_unwritable(self.report)
+
+
+def doctor(onto: DoctorOptions, where: MachineOptions) -> int:
     """Check this machine: what it has, what it lacks, and the next step for each."""
     checks = examine(where.backend, where.db)
     where.show(lambda: _table(checks))
+    if onto.report is not None:
+        from autotax.cli import field_report
+
+        report = field_report.collect(where.backend, _documents(checks))
+        write_whole(onto.report, json.dumps(report, indent=2) + "\n")
+        say(f"wrote {onto.report}: read it, then send it to the developers")
     where.document(lambda: _documents(checks), ok=usable(checks))
     return 0 if usable(checks) else 1
 

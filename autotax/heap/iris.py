@@ -8,8 +8,9 @@ import inspect
 import logging
 import os
 import re
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ from autotax.heap.base import Heap, HeapError
 from autotax.heap.collective_errors import agreed, apart, together
 from autotax.heap.world import World
 
+T = TypeVar("T")
 LEAST = 4 << 20
 """Bytes of the heaps that find out which allocators work."""
 CHUNK = 256 << 20
@@ -34,21 +36,8 @@ class IrisHeap(Heap):
 
     def __init__(self, world: World, size: int) -> None:
         super().__init__(world)
-        with together(world, "use Iris"):
-            iris = _import_iris()
-        task = f"allocate slabs of {size} bytes with Iris"
-        with together(world, task):
-            _try_to_allocate(size + SLACK, world.device)
-            names = _allocators(iris, world)
 
-        everywhere = set.intersection(*map(set, world.gather(names, list[str])))
-        if not everywhere:
-            raise HeapError(f"no allocator of Iris works on all ranks; on rank {world.rank} work {', '.join(names)}")
-        allocator = next(name for name in names if name in everywhere)
-        options = {"allocator_type": allocator} if allocator else {}
-
-        def allocate() -> tuple[Any, torch.Tensor, list[int]]:
-            context = iris.iris(_in_chunks(size + SLACK), **options)
+        def allocate(context: Any) -> tuple[Any, torch.Tensor, list[int]]:
             slab = context.empty((size,), dtype=torch.uint8)
             # The bases must be read after the allocation, which may change them.
             heap_bases = [int(base) for base in context.get_heap_bases().tolist()]
@@ -56,7 +45,9 @@ class IrisHeap(Heap):
                 raise HeapError(f"Iris has {len(heap_bases)} ranks instead of {world.size}")
             return context, slab, heap_bases
 
-        context, self.slab, heap_bases = apart(world, task, allocate)
+        context, self.slab, heap_bases = in_context(world, size, allocate)
+        self.allocator = type(getattr(getattr(context, "heap", None), "allocator", None)).__name__
+        """The name of the class in Iris that allocated the slab."""
         offset = self.slab.data_ptr() - heap_bases[world.rank]
         offset = agreed(world, "the offset of the slab in the heap of Iris", offset)
         bases = [base + offset for base in heap_bases]
@@ -77,6 +68,32 @@ class IrisHeap(Heap):
         if self.context is not None:
             self.context = None
             gc.collect()
+
+
+def in_context(world: World, nbytes: int, work: Callable[[Any], T]) -> T:
+    """The result of `work` with a new context of Iris, whose memory lives as long as something refers to it. Collective.
+
+    Args:
+        world: The ranks, which are all ranks of this job.
+        nbytes: Bytes that `work` allocates on each rank.
+        work: Takes the context; it may call collectives of the context.
+
+    Raises:
+        HeapError: on all ranks alike, within seconds of the first failure of a rank.
+    """
+    with together(world, "use Iris"):
+        iris = _import_iris()
+    task = f"allocate slabs of {nbytes} bytes with Iris"
+    with together(world, task):
+        _try_to_allocate(nbytes + SLACK, world.device)
+        names = _allocators(iris, world)
+
+    everywhere = set.intersection(*map(set, world.gather(names, list[str])))
+    if not everywhere:
+        raise HeapError(f"no allocator of Iris works on all ranks; on rank {world.rank} work {', '.join(names)}")
+    allocator = next(name for name in names if name in everywhere)
+    options = {"allocator_type": allocator} if allocator else {}
+    return apart(world, task, lambda: work(iris.iris(_in_chunks(nbytes + SLACK), **options)))
 
 
 def _import_iris() -> ModuleType:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.errors import UsageError
 from autotax.core.problem import ITEM_SIZES, Problem, ceil_div, choice, ranks, size
+from autotax.hardware import has_iris
 from autotax.operators import scaled
 from autotax.operators.declaration import Operator, Rates
 from autotax.operators.links import links_us
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -259,3 +260,24 @@ for _name, _kernel in (("torch_fast", "TorchScaledFast"), ("nccl_fast", "NcclFas
     )
 operator.peer("nccl_deep_gemm", f"{_PEERS}:NcclDeepGemm", where=scaled.has_deep_gemm)
 operator.peer("product", f"{_PEERS}:product", modes=(), part="the product alone", row="cublas")
+
+
+def _with_iris(shard: str) -> Callable[[AllGatherGemm, Hardware], bool]:
+    """Whether the operators of Iris for A sharded like this are installed and apply."""
+    return lambda problem, hardware: (
+        hardware.on_gpu and problem.shard == shard and problem.dtype in ("bf16", "fp16") and has_iris()
+    )
+
+
+for _name, _kernel, _shard in (
+    ("all_gather_matmul", "AllGatherMatmul", "k"),
+    ("all_gather_matmul_hbm_buffer", "HbmBuffer", "k"),
+    ("all_gather", "AllGather", "m"),
+):
+    for _how in ("", "Tuned"):
+        operator.peer(
+            f"iris_{_name}{_how and '_tuned'}",
+            f"{_KERNELS}.peers:{_kernel}{_how}",
+            where=_with_iris(_shard),
+            modes=("graph",),
+        )

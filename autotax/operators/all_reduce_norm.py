@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, choice, dtype, ranks, size
+from autotax.hardware import has_iris
 from autotax.operators.declaration import Operator, Rates
 from autotax.operators.links import links_us
 
@@ -221,3 +222,12 @@ def _with_flashinfer(problem: AllReduceNorm, hardware: Hardware) -> bool:
 operator.peer("flashinfer", f"{_KERNELS}.peers:FlashInfer", where=_with_flashinfer)
 operator.peer("torch_one_shot", f"{_KERNELS}.peers:TorchOneShot", where=_with_torch, served=True)
 operator.peer("torch_two_shot", f"{_KERNELS}.peers:TorchTwoShot", where=_with_torch, served=True)
+
+
+def _with_iris(_: AllReduceNorm, hardware: Hardware) -> bool:
+    """Whether the all-reduce of Iris is installed."""
+    return hardware.on_gpu and has_iris()
+
+
+operator.peer("iris_all_reduce", f"{_KERNELS}.peers:IrisAllReduce", where=_with_iris, modes=("graph",))
+operator.peer("iris_all_reduce_tuned", f"{_KERNELS}.peers:IrisAllReduceTuned", where=_with_iris, modes=("graph",))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.problem import ITEM_SIZES, Problem, ceil_div, choice, ranks, size
+from autotax.hardware import has_iris
 from autotax.operators import scaled
 from autotax.operators.declaration import Operator, Rates
 from autotax.operators.links import links_us
@@ -250,3 +251,24 @@ operator.peer(
     row="cublas",
     where=lambda problem, hardware: hardware.on_gpu and problem.quantize == "none",
 )
+
+
+def _with_iris(output: str) -> Callable[[GemmReduceScatter, Hardware], bool]:
+    """Whether the operators of Iris with this output are installed and apply."""
+    return lambda problem, hardware: (
+        hardware.on_gpu and problem.output == output and problem.dtype in ("bf16", "fp16") and has_iris()
+    )
+
+
+for _name, _kernel, _output in (
+    ("matmul_reduce_scatter", "MatmulReduceScatter", "scattered"),
+    ("matmul_all_reduce", "MatmulAllReduce", "replicated"),
+    ("all_reduce", "AllReduce", "replicated"),
+):
+    for _how in ("", "Tuned"):
+        operator.peer(
+            f"iris_{_name}{_how and '_tuned'}",
+            f"{_KERNELS}.peers:{_kernel}{_how}",
+            where=_with_iris(_output),
+            modes=("graph",),
+        )

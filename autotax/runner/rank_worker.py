@@ -82,7 +82,7 @@ class Session:
         ready = self.stages.run("compile", partial(self._compile_common, aligner, job))
         if ready.status != "ok":
             raise OutOfStep(f"the ranks cannot be aligned: {ready.error or 'another rank says why'}")
-        trials = [Trial(Bench(job.problem, candidate, self.context, inputs)) for candidate in job.candidates]
+        trials = self.trials(job, inputs)
         for index, trial in enumerate(trials):
             self._prepare(index, trial)
         yardstick = self._sample(trials, aligner, job)
@@ -94,6 +94,10 @@ class Session:
         if any(trial.status in ("wrong_result", "hang", "crash") for trial in trials):
             self._inputs = None  # the failed candidate may have overwritten the inputs
         return Report(tuple(trial.report() for trial in trials), yardstick)
+
+    def trials(self, job: Job, inputs: InputCache) -> list[Trial]:
+        """A trial for each candidate of a job, in order."""
+        return [Trial(Bench(job.problem, candidate, self.context, inputs)) for candidate in job.candidates]
 
     def _agree(self, job: Job) -> None:
         steps = self.world.gather(_step(job), dict[str, str])
@@ -121,7 +125,7 @@ class Session:
     def _prepare(self, index: int, trial: Trial) -> None:
         """Runs all stages before the first sample, as long as they succeed on all ranks."""
         bench = trial.bench
-        for stage, action in (("allocate", bench.allocate), ("check", self.heap.check), ("compile", bench.compile)):
+        for stage, action in (("allocate", bench.allocate), ("check", bench.context.heap.check), ("compile", bench.compile)):
             trial.take(self._stage(index, stage, action), on_device=False)
             if not trial.alive:
                 return

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import platform
 from pathlib import Path
 
 import pytest
 
 from autotax import hardware, software
-from autotax.cli import doctor
+from autotax.cli import doctor, field_report
 from autotax.cli.doctor import Check, examine, usable
 from autotax.core.errors import UsageError
 from tests.cli.conftest import Run
@@ -129,3 +131,49 @@ def test_a_check_that_breaks_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(doctor, "_gloo", breaks)
     [broken] = [check for check in examine("cpu") if "the driver is gone" in check.found]
     assert not broken.ok and not usable([broken])
+
+
+def test_a_report_holds_nothing_private(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    secret = "hunter2"
+    monkeypatch.setenv("HOME", str(tmp_path / "someone"))
+    monkeypatch.setenv("WANDB_API_KEY", secret)
+    monkeypatch.setenv("NCCL_PROTO", f"$({secret})")
+    monkeypatch.setenv("GPU_MAX_HW_QUEUES", "8")
+    monkeypatch.setattr(platform, "node", lambda: f"{secret}.example")
+    error = f"in {tmp_path}/someone/x and /home/{secret}/y.py on {secret}.example: /root/z, /rooting"
+    monkeypatch.setattr(field_report, "_trials", lambda *_: ([{"variant": "bsp", "error": error}], None))
+    monkeypatch.setattr(field_report, "_heap", lambda _: {"proved": True})
+    file = tmp_path / "report.json"
+    db = f"postgresql://{secret}:{secret}@{secret}/x"
+    result = run("doctor", "--backend", "cpu", "--db", db, "--report", str(file), "--json")
+    assert result.results and str(file) in result.err
+    text = file.read_text()
+    assert secret not in text and "someone" not in text and str(tmp_path) + "/someone" not in text
+    report = json.loads(text)
+    assert report["variables"] == {"GPU_MAX_HW_QUEUES": "8", "NCCL_PROTO": "set"}
+    assert report["trials"][0]["error"] == "in ~/x and ~/y.py on host: ~/z, /rooting"
+    assert {check["name"] for check in report["checks"]} >= {"python", "torch", "triton"} and report["packages"]["torch"]
+
+
+def test_a_report_that_cannot_be_written_is_refused_at_once(run: Run, tmp_path: Path) -> None:
+    result = run("doctor", "--report", str(tmp_path / "no" / "report.json"))
+    assert result.code == 2 and "cannot be written" in result.err and len(result.err.splitlines()) == 1
+
+
+@pytest.mark.volume
+def test_a_report_of_cpu_ranks_has_a_verified_trial_and_a_proved_heap() -> None:
+    """The ranks are real."""
+    report = field_report.collect("cpu", [])
+    assert [trial["status"] for trial in report["trials"]] == ["ok", "ok"] and report["trials"][1]["variant"] == "bsp"
+    assert 0 < report["seconds_to_first_verified_trial"] < report["seconds"]
+    assert report["heap"]["proved"] and report["heap"]["library"] == "SharedHeap" and report["heap"]["ranks"] == 2
+    assert report["software"]["comm"] and "error" not in report
+
+
+def test_a_report_without_ranks_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise UsageError("no GPU answers")
+
+    monkeypatch.setattr(field_report, "detect", refuse)
+    report = field_report.collect(None, [])
+    assert report["error"] == "no GPU answers" and report["packages"] and "trials" not in report

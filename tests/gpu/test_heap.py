@@ -1,25 +1,30 @@
-"""The heap of the GPUs that are here: the conformance suite of all heaps, and what only a GPU can show."""
+"""The heaps of the GPUs that are here: the conformance suite of all heaps, and what only a GPU can show."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
+from autotax.hardware import has_iris
 from autotax.heap import World, open_heap
+from autotax.heap.iris import INSTALL
 from autotax.runner.ranks import Ranks
 from tests.conformance.heap import CHECKS, SIZE, run_check
 
 BACKEND = "rocm" if torch.version.hip else "cuda"
+WITH_IRIS = pytest.mark.skipif(not has_iris(), reason=f"Iris is not installed: {INSTALL}")
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(torch.cuda.device_count(), BACKEND) as ranks:
+@pytest.fixture(scope="module", params=["torch", pytest.param("iris", marks=WITH_IRIS)])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Ranks that keep their heaps in the memory of one library."""
+    with mock.patch.dict(os.environ, {"AUTOTAX_HEAP": request.param}), Ranks(torch.cuda.device_count(), BACKEND) as ranks:
         yield ranks
 
 

@@ -61,17 +61,21 @@ COMPILERS = 32
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """Ranks with nearly all kernels in the cache: otherwise compilation would dominate the time."""
-    hardware = detect()
-    compilers = CompileAhead(hardware, min(COMPILERS, os.cpu_count() or 1))
-    usual = [(problem, space_for(problem, hardware).default(variant)) for problem, variant in CASES]
-    for problem, config in usual + WAYS:
-        compilers.expect(problem, [config])
-    for problem, config in usual + WAYS:
-        compilers.outcome(problem, config)
-    compilers.close()
+    """Ranks with nearly all kernels in the cache."""
+    compile_ahead([(problem, space_for(problem, detect()).default(variant)) for problem, variant in CASES] + WAYS)
     with Ranks(WORLD, detect().backend) as pool:
         yield pool
+
+
+def compile_ahead(cases: list[tuple[Problem, Config]]) -> None:
+    """Fills the cache of the compiler, by many processes: otherwise compilation would dominate the time."""
+    hardware = detect()
+    compilers = CompileAhead(hardware, min(COMPILERS, os.cpu_count() or 1))
+    for problem, config in cases:
+        compilers.expect(problem, [config])
+    for problem, config in cases:
+        compilers.outcome(problem, config)
+    compilers.close()
 
 
 @pytest.mark.parametrize(("problem", "variant"), CASES, ids=str)

@@ -32,10 +32,10 @@ int hipDeviceGetAttribute(int *value, int attribute, int number) {
   return OK;
 }
 
-// At whole pages of 2 MiB. FAKE_HIP_LIMIT is the most bytes of an allocation.
+// At whole pages of 2 MiB. FAKE_LIMIT is the most bytes of an allocation.
 int hipMalloc(void **address, size_t wanted) {
   size_t size = (wanted + PAGE - 1) & ~(size_t)(PAGE - 1);
-  const char *limit = getenv("FAKE_HIP_LIMIT");
+  const char *limit = getenv("FAKE_LIMIT");
   if ((limit && size > strtoull(limit, NULL, 10)) || count == MOST) return NO_MEMORY;
   int fd = memfd_create("fake-hip", 0);
   if (fd < 0 || ftruncate(fd, (off_t)size)) return NO_MEMORY;

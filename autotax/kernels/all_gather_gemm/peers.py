@@ -4,6 +4,7 @@ alone, a bound.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from autotax.kernels.all_gather_gemm.bsp import Bsp, ScaledBsp
 from autotax.kernels.all_gather_gemm.scaled_shards import Scaled
 from autotax.kernels.context import Context
 from autotax.kernels.deep_gemm import DeepGemm
+from autotax.kernels.iris_calls import COPIES, TILES, IrisCall
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.libraries import Nccl, group_name, keep_workspace, pipeline
 from autotax.kernels.scaled_product import FAST, LIBRARY
@@ -176,3 +178,78 @@ class ScaledProductAlone(ScaledBsp):
 def product(problem: AllGatherGemm, config: Config, context: Context) -> Kernel[AllGatherGemm]:
     """The product alone for the problem's dtype."""
     return (ScaledProductAlone if problem.dtype == "e4m3" else Product)(problem, config, context)
+
+
+# Iris, imported where it is measured only.
+
+class AllGatherMatmul(IrisCall[AllGatherGemm]):
+    """iris.ops.all_gather_matmul: tiles of the product load their part of A from the peers."""
+
+    CHOICES = TILES
+
+    def shapes(self, problem: AllGatherGemm) -> dict[str, Sequence[int]]:
+        return {"a": (problem.shard_rows, problem.shard_cols)}
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        if self.context.dry:
+            return
+        self.rooms["a"].copy_(a)
+        with self.barriers():
+            self.multiply(b.t(), out)
+
+    def multiply(self, b: Tensor, out: Tensor) -> None:
+        """Gathers and multiplies. B is [k, n]."""
+        from iris import ops
+
+        ops.all_gather_matmul(self.iris, out, self.rooms["a"], b, async_op=True, config=ops.FusedConfig(**self.choice))
+
+
+class AllGatherMatmulTuned(AllGatherMatmul):
+    tuned = True
+
+
+class HbmBuffer(AllGatherMatmul):
+    """iris.ops.all_gather_matmul_hbm_buffer: some programs fetch A into a buffer, where the others wait for it."""
+
+    CHOICES = ({}, {"block_size_m": 128, "block_size_n": 128}, {"block_size_m": 64, "block_size_n": 128})
+
+    def workspace_elements(self, problem: AllGatherGemm) -> int:
+        """The buffer, and a flag for each of its blocks at most."""
+        return 2 * problem.m * problem.k
+
+    def multiply(self, b: Tensor, out: Tensor) -> None:
+        """See AllGatherMatmul.multiply. Without a config the operator derives one from the sizes."""
+        from iris import ops
+
+        config = ops.FusedConfig(**self.choice) if self.choice else None
+        self.workspace = ops.all_gather_matmul_hbm_buffer(
+            self.iris, out, self.rooms["a"], b, async_op=True, config=config, workspace=self.workspace
+        )
+
+
+class HbmBufferTuned(HbmBuffer):
+    tuned = True
+
+
+class AllGather(IrisCall[AllGatherGemm]):
+    """iris.ccl.all_gather for A sharded along M, then the vendor's GEMM."""
+
+    CHOICES = COPIES
+
+    def shapes(self, problem: AllGatherGemm) -> dict[str, Sequence[int]]:
+        return {"whole": (problem.world_size * problem.shard_rows, problem.k)}
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        if self.context.dry:
+            return
+        from iris.ccl.all_gather import all_gather
+        from iris.ccl.config import Config
+
+        whole = self.rooms["whole"]
+        with self.barriers():
+            all_gather(whole, a, self.iris, async_op=True, config=Config(**self.choice) if self.choice else None)
+        torch.mm(whole[: self.problem.m], b.t(), out=out)
+
+
+class AllGatherTuned(AllGather):
+    tuned = True

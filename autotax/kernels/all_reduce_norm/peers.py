@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from autotax.core.config import Config
 from autotax.kernels.all_reduce_norm.bsp import AfterSum
 from autotax.kernels.all_reduce_norm.norm import NormKernel
 from autotax.kernels.context import Context
+from autotax.kernels.iris_calls import IrisSum
 from autotax.kernels.libraries import group_name, symmetric
 from autotax.operators.all_reduce_norm import AllReduceNorm
 
@@ -95,3 +97,27 @@ class FlashInfer(NormKernel):
                 rms_eps=eps,
                 fp32_acc=True,
             )
+
+
+class IrisAllReduce(IrisSum[AllReduceNorm], AfterSum):
+    """iris.ccl.all_reduce of a copy of x."""
+
+    def shapes(self, problem: AllReduceNorm) -> dict[str, Sequence[int]]:
+        return dict.fromkeys(("partial", "sum"), (problem.m, problem.hidden))
+
+    def room(self, problem: AllReduceNorm) -> Tensor:
+        """See AfterSum.room."""
+        return self.rooms["sum"] if self.rooms else super().room(problem)
+
+    def run(
+        self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
+    ) -> None:
+        """See NormKernel.run."""
+        if not self.context.dry:
+            self.rooms["partial"].copy_(x)
+            self.add_up()
+        self.norm(self.sums, residual, weight, new_residual, y, scales, eps=eps)
+
+
+class IrisAllReduceTuned(IrisAllReduce):
+    tuned = True

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from autotax.kernels.context import Context
 from autotax.kernels.deep_gemm import DeepGemm
 from autotax.kernels.gemm_reduce_scatter.bsp import Bsp
 from autotax.kernels.gemm_reduce_scatter.scaled_sums import Multiplying, Scaled
+from autotax.kernels.iris_calls import TILES, IrisCall, IrisSum
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.libraries import Nccl, group_name, keep_workspace, pipeline, symmetric
 from autotax.kernels.scaled_product import FAST, LIBRARY
@@ -268,3 +269,87 @@ def _by_dtype(plain: Any, scaled: Any) -> Callable[[GemmReduceScatter, Config, C
 
 
 product = _by_dtype(Product, ProductScaled)
+
+
+# Iris, imported where it is measured only.
+
+class MatmulReduceScatter(IrisCall[GemmReduceScatter]):
+    """iris.ops.matmul_reduce_scatter: each rank adds up the tiles of its rows from the partial products of all ranks."""
+
+    CHOICES = TILES
+
+    def shapes(self, problem: GemmReduceScatter) -> dict[str, Sequence[int]]:
+        return {"sum": (problem.m, problem.n)}
+
+    def workspace_elements(self, problem: GemmReduceScatter) -> int:
+        """The partial product, and a flag for each of its tiles."""
+        return 2 * problem.m * problem.n
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        if self.context.dry:
+            return
+        self.check_tiles()
+        with self.barriers():
+            self.multiply(a, _columns(self.problem, b))
+        rows = self.problem.out_rows
+        first = self.context.rank * rows if self.problem.output == "scattered" else 0
+        out.copy_(self.rooms["sum"][first : first + rows])
+
+    def check_tiles(self) -> None:
+        """Raises ValueError if the tiles of a rank are not its rows."""
+        rows = self.choice.get("block_size_m", 256)
+        if self.problem.m % (rows * self.problem.world_size):
+            raise ValueError(f"{self.problem.m} rows are no equal number of tiles of {rows} rows for each rank")
+
+    def multiply(self, a: Tensor, b: Tensor) -> None:
+        """Writes the sum. B is [k, n]. The namespace of a context passes one argument too many, so the function is called."""
+        from iris import ops
+
+        config = ops.FusedConfig(**self.choice)
+        self.workspace = ops.matmul_reduce_scatter(
+            self.iris, self.rooms["sum"], a, b, async_op=True, config=config, workspace=self.workspace
+        )
+
+
+class MatmulReduceScatterTuned(MatmulReduceScatter):
+    tuned = True
+
+
+class MatmulAllReduce(MatmulReduceScatter):
+    """iris.ops.matmul_all_reduce: by default each rank adds up a part of the tiles and stores the sums to all."""
+
+    CHOICES = (*TILES, *({**tiles, "all_reduce_variant": "one_shot"} for tiles in TILES[1::2]))
+
+    def check_tiles(self) -> None:
+        """Tiles belong to no rank: the operator checks them."""
+
+    def multiply(self, a: Tensor, b: Tensor) -> None:
+        """See MatmulReduceScatter.multiply."""
+        from iris import ops
+
+        config = ops.FusedConfig(**self.choice)
+        self.workspace = ops.matmul_all_reduce(
+            self.iris, self.rooms["sum"], a, b, async_op=True, config=config, workspace=self.workspace
+        )
+
+
+class MatmulAllReduceTuned(MatmulAllReduce):
+    tuned = True
+
+
+class AllReduce(IrisSum[GemmReduceScatter]):
+    """The vendor's GEMM, then iris.ccl.all_reduce."""
+
+    def shapes(self, problem: GemmReduceScatter) -> dict[str, Sequence[int]]:
+        return dict.fromkeys(("partial", "sum"), (problem.m, problem.n))
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        if self.context.dry:
+            return
+        self.context.matmul(a, _columns(self.problem, b).t(), self.rooms["partial"])
+        self.add_up()
+        out.copy_(self.rooms["sum"])
+
+
+class AllReduceTuned(AllReduce):
+    tuned = True

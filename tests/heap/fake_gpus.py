@@ -1,4 +1,4 @@
-"""Makes a torch for CPUs act as one for ROCm, as far as Iris goes: `cuda` memory comes from a fake HIP library."""
+"""Makes a torch for CPUs act as one for GPUs, as far as Iris goes: memory of a GPU comes from a fake HIP or CUDA library."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from platformdirs import user_cache_path
 
 from autotax.heap.iris import INSTALL
 
-SOURCE = Path(__file__).with_name("fake_hip.c")
-NAME = "libamdhip64.so"
+NAMES = {"rocm": ("libamdhip64.so",), "cuda": ("libcuda.so.1", "libcudart.so")}
+"""The libraries of each backend. Those of CUDA are copies of one file; no call to one depends on a call to the other."""
+SOURCES = {"rocm": "fake_hip.c", "cuda": "fake_cuda.c"}
 
 
 def downloaded() -> str:
@@ -31,23 +32,28 @@ def downloaded() -> str:
     return str(folder) if (folder / "iris").exists() else ""
 
 
-def build(folder: Path) -> Path:
-    """Compiles the library. Raises FileNotFoundError where there is no compiler."""
+def build(folder: Path, backend: str) -> list[Path]:
+    """Compiles the libraries of a backend. Raises FileNotFoundError where there is no compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if not compiler:
         raise FileNotFoundError("no C compiler")
-    library = folder / NAME
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", f"-Wl,-soname,{NAME}", str(SOURCE), "-o", str(library)], check=True)
-    return library
+    for name in NAMES[backend]:
+        options = ["-shared", "-fPIC", "-O1", f"-Wl,-soname,{name}", "-o", str(folder / name)]
+        subprocess.run([compiler, *options, str(Path(__file__).with_name(SOURCES[backend]))], check=True)
+    return [folder / name for name in NAMES[backend]]
 
 
-def install(library: Path) -> None:
-    """Installs the library for the rest of this process: every load by its name finds this one."""
-    hip = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    hip.hipMalloc.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t]
-    if hasattr(torch, "_of_fake_hip"):
-        return
-    torch._of_fake_hip = hip  # type: ignore[attr-defined]
+def install(libraries: list[Path]) -> ctypes.CDLL:
+    """Installs the libraries for the rest of this process: every load by their names finds them. Returns the first."""
+    first, *_ = [ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL) for library in libraries]
+    if hasattr(torch, "_of_fake_gpus"):
+        return first
+    torch._of_fake_gpus = first  # type: ignore[attr-defined]
+    malloc = getattr(first, "hipMalloc", None)  # Iris maps the memory of torch on ROCm only
+    if malloc is None:
+        torch.cuda.is_available = lambda: True
+    else:
+        malloc.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t]
     empty = torch.empty
 
     def of_device(*size: Any, **options: Any) -> torch.Tensor:
@@ -57,7 +63,9 @@ def install(library: Path) -> None:
         dtype = options.get("dtype") or torch.get_default_dtype()
         nbytes = max(1, math.prod(shape)) * dtype.itemsize
         address = ctypes.c_void_p()
-        if hip.hipMalloc(ctypes.byref(address), nbytes) or address.value is None:
+        if malloc is None:
+            return empty(shape, **(options | {"device": "cpu"}))
+        if malloc(ctypes.byref(address), nbytes) or address.value is None:
             raise torch.OutOfMemoryError(f"HIP out of memory. Tried to allocate {nbytes} bytes")
         return _view(address.value, nbytes).view(dtype).view(tuple(shape))
 
@@ -70,6 +78,7 @@ def install(library: Path) -> None:
     torch.as_tensor = as_tensor
     torch.tensor, torch.zeros = _on_cpu(torch.tensor), _on_cpu(torch.zeros)
     torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
+    return first
 
 
 def _is_gpu(device: Any) -> bool:
