@@ -2,7 +2,7 @@
 # make test   set up .venv, then ruff, mypy and pytest, without what is marked as volume
 # make test-all   the same with it
 # make test-volume   only what is marked so; AUTOTAX_TEST_PART=1/3 takes the first third of it
-# make test-tritons   a sample under other versions of Triton
+# make test-versions   a sample under other versions of Python, torch and Triton, each in an environment of its own
 # make test-amd   set up .venv, then execute kernels compiled for AMD in an emulator: see docs/amd.md
 
 PYTHON ?= python3
@@ -13,9 +13,10 @@ CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),constraints-gpu.t
 # What is imported is compiled once for all processes, which are hundreds in a test, not by each; what nobody imports never is.
 export PYTHONDONTWRITEBYTECODE :=
 
-SAMPLE := tests/kernels/test_decode_features.py tests/kernels/test_gemm_reduce_scatter.py tests/heap/test_triton_interpreter.py
+SAMPLE := tests/kernels/test_decode_features.py tests/kernels/test_gemm_reduce_scatter.py tests/heap/test_triton_interpreter.py \
+  tests/torch/test_operators.py tests/operators/test_built_in.py tests/cli/test_doctor.py
 
-.PHONY: tune test test-all test-volume test-tritons test-amd clean
+.PHONY: tune test test-all test-volume test-versions test-amd clean
 
 tune: .venv/ready
 	$(BIN)/autotax tune
@@ -37,12 +38,19 @@ test-volume: .venv/ready
 	$(SHARED) -m 'volume and not alone'
 	$(BIN)/python -m pytest -m 'volume and alone' $(NAMED) || [ $$? = 5 ]
 
-# The oldest Triton, that of vLLM and SGLang, and the newest, each on a sample of kernels.
-TRITONS ?= 3.6.0 3.8.0 3.9.0
-test-tritons: .venv/ready
-	for version in $(TRITONS); do \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/triton-$$version triton==$$version && \
-	  PYTHONPATH=.venv/triton-$$version $(SHARED) -m 'not alone and not volume' $(SAMPLE) || exit 1; \
+# Python, torch and Triton of the shipped winners, of vLLM and SGLang, and the newest, each in an environment of its own. uv makes
+# them; it sees no Python of pyenv by itself. Torch comes with libraries for GPUs, 5 GB, of which environments share what is equal.
+# What cannot be installed within ten minutes is skipped aloud.
+VERSIONS ?= 3.11/2.11.0/3.6.0 3.12/2.14.1/3.8.0 3.13/2.15.0/3.9.0
+test-versions: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	for version in $(VERSIONS); do \
+	  set -- $$(echo $$version | tr / ' ') && echo Python $$1, torch $$2, Triton $$3 && own=.venv/torch-$$2 && \
+	  python=$$(ls -d $$HOME/.pyenv/versions/$$1.*/bin/python 2>/dev/null | tail -1) && \
+	  { timeout 100 $(BIN)/uv venv --quiet --clear --python $${python:-$$1} $$own && \
+	  timeout 600 $(BIN)/uv pip install --quiet --python $$own/bin/python -c constraints-common.txt -r pyproject.toml --extra test torch==$$2 triton==$$3 \
+	  || { echo "skipped: Python $$1 with torch $$2 cannot be installed here"; continue; }; } && \
+	  PYTHONPATH=$$PWD $$own/bin/python -m pytest -n 3 --dist loadfile -m 'not alone and not volume' $(SAMPLE) || exit 1; \
 	done
 
 test-amd: .venv/ready

@@ -36,7 +36,7 @@ from autotax.software import Environment, environment
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, Listener, Progress, Settings, Silence, Verdict
 from autotax.tuner.comparison import Choice, baseline_for, best_of, shown_variants, trials_here
-from autotax.tuner.time_limit import TimeLimit
+from autotax.tuner.tuning import TimeLimit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,9 +211,10 @@ def refresh_on(
     *,
     soak: int | None = None,
     timeout_s: float | None = None,
+    each_s: float | None = None,
 ) -> Iterator[Refreshed]:
     """Yields each problem when it is proven. All problems of a world size share one pool of ranks. Ends early when interrupted or
-    late.
+    after `timeout_s` seconds. With `each_s` only the best former winner of a problem is proven, for about so many seconds.
     """
     limit = TimeLimit(timeout_s)
     for world_size, group in groupby(stale, key=lambda item: item.problem.world_size):
@@ -224,16 +225,17 @@ def refresh_on(
                     return
                 for coming in several[number + 1 : number + 2]:  # compiles its kernels ahead
                     runner.expect(coming.problem, coming.configs)
-                configs = tuple(dict.fromkeys((*item.baselines, *item.configs)))
+                most = None if each_s is None else 1
+                configs = tuple(dict.fromkeys((*item.baselines[:most], *item.configs[:most])))
                 with watch(item.problem, hardware) as listener:
                     verdict = tuner.prove(
                         item.problem, configs, hardware=hardware, runner=runner, store=store, environment=runner.environment,
                         settings=Settings(trials=len(configs), soak=soak, conditions=item.conditions), listener=listener,
-                        limit=limit,
+                        limit=limit if each_s is None or limit.left <= each_s else TimeLimit(each_s),
                     )  # fmt: skip
                 reload()
                 yield Refreshed(item, verdict)
-                if verdict.interrupted or verdict.late:
+                if verdict.interrupted:
                     return
 
 
@@ -256,12 +258,9 @@ class Trials(list[TrialRecord]):
         )  # fmt: skip
 
     def _repr_html_(self) -> str:
-        """The plot that a notebook displays: the trials of the search of the first problem, and the best so far."""
-        from autotax.report.charts import search
+        from autotax.report.charts import first_search
 
-        problem = self[0].run.problem if self and self[0].run else None
-        shown = [trial for trial in self if trial.run and trial.run.problem == problem and "stage" not in trial.conditions]
-        return search(shown) if shown else repr(self)
+        return first_search(self) or repr(self)
 
 
 def trials(problem: Problem | None = None, *, status: str | None = None, db: str | Path | None = None) -> Trials:
@@ -275,14 +274,20 @@ def compare(
     *,
     every_variant: bool = False,
     conditions: Conditions | None = None,
+    timeout_s: float | None = None,
     db: str | Path | None = None,
     backend: str | None = None,
 ) -> Comparison:
-    """Measures the tuned config, BSP and the operator's peers in one interleaved and verified run: `autotax compare`."""
+    """Measures the tuned config, BSP and the operator's peers in one interleaved and verified run: `autotax compare`.
+
+    `timeout_s` limits the seconds, the start of the ranks included. If it comes first, the comparison has no rows, and `error`
+    says so.
+    """
+    limit = TimeLimit(timeout_s)
     hardware = machine.detect(backend)
     check([problem], hardware)
     with ranks(hardware, problem.world_size) as runner:
-        return compare_on(runner, problem, hardware, as_deployed(conditions, hardware), db, every_variant)
+        return compare_on(runner, problem, hardware, as_deployed(conditions, hardware), db, every_variant, limit)
 
 
 def compare_on(
@@ -292,8 +297,9 @@ def compare_on(
     conditions: Conditions,
     db: str | Path | None,
     every_variant: bool,
+    limit: TimeLimit | None = None,
 ) -> Comparison:
-    """A comparison on ranks that run already."""
+    """A comparison on these ranks."""
     answer = lookup(problem, hardware=hardware, db=db, conditions=conditions)
     space = space_for(problem, hardware)
     with Store.open(db, create=False) as store:
@@ -308,6 +314,7 @@ def compare_on(
         baseline=baseline,
         variants=[baseline if variant == baseline.config.variant else best_of(variant, trials, space) for variant in shown],
         conditions=conditions,
+        limit=limit,
     )
     return replace(comparison, answer=answer)
 
@@ -333,8 +340,8 @@ def tune_callable(
     - `tunables`: the values of each parameter, the first of which are tried first.
     - `inputs(draw)` returns the inputs of a rank, `reference(calls, rank)` the correct float32 output of a rank.
 
-    All are functions of a module or of a script, which ranks import; lambdas and functions of a notebook cell cannot be.
-    `settings` are those of `tune`.
+    All are named functions of a module, of a script or of notebook cells. Ranks import the former; of cells, the source of the
+    functions and of what they refer to is kept in a file. `settings` are those of `tune`.
     """
     from autotax.declare import declare
 

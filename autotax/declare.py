@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from autotax import cells
 from autotax.core.config import Config, Value
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, dtype, ranks
 from autotax.core.validation import Integer, Name, from_json
 from autotax.operators import registry
 from autotax.operators.declaration import Operator
-from autotax.operators.loading import ONE_OFF
+from autotax.operators.loading import ONE_OFF, declared
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,9 +47,13 @@ def declare(
     functions: Mapping[str, Callable[..., Any]], tunables: Mapping[str, Sequence[Value]], name: str | None
 ) -> type[OneOff]:
     """The problem class of a one-off operator, declared here and in every process that loads its word. Raises UsageError."""
+    name = name or _name_of(functions["make"])
+    if own := {role: function for role, function in functions.items() if cells.is_of_a_cell(function)}:
+        kept = registry.import_file(cells.write(own))
+        functions = {role: getattr(kept, function.__name__) if role in own else function for role, function in functions.items()}
     places = {role: _place_of(function, role) for role, function in functions.items()}
     values = {parameter: list(choices) for parameter, choices in tunables.items()}
-    declaration = {"name": name or _name_of(functions["make"]), "functions": places, "tunables": values}
+    declaration = {"name": name, "functions": places, "tunables": values}
     if not values or not all(values.values()):
         raise UsageError("tunables is empty; it must give each parameter at least one value: give some")
     word = ONE_OFF + json.dumps(declaration, sort_keys=True)
@@ -101,6 +106,9 @@ def load_word(word: str) -> None:
     functions = {role: _function_at(place) for role, place in places.items()}
     kind = type(_class_name(word), (OneOff,), {"op": declaration.name, "__module__": __name__})
     setattr(sys.modules[__name__], kind.__name__, kind)  # so that other processes can unpickle its problems
+    former = declared.get(declaration.name)
+    if former and issubclass(former.problem, OneOff):  # of a former call with other functions or tunables
+        del declared[declaration.name]
     operator: Operator[Any] = Operator(kind)
     operator.example(on_gpu=kind(), on_cpu=kind(dtype="fp32"))
     operator.inputs(lambda _, draw: functions["inputs"](draw))
@@ -153,9 +161,9 @@ def _place_of(function: Callable[..., Any], role: str) -> tuple[str, str, str]:
 
 
 def _function_at(place: _Place) -> Callable[..., Any]:
-    import importlib
+    import importlib.util
 
-    if place.module and place.module != "__main__":
+    if place.module and place.module != "__main__" and importlib.util.find_spec(place.module):
         loaded = importlib.import_module(place.module)
     else:
         main = sys.modules.get("__main__")
@@ -168,7 +176,8 @@ def _function_at(place: _Place) -> Callable[..., Any]:
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    file = getattr(sys.modules[function.__module__], "__file__", None) or function.__module__
+    file = "notebook" if cells.is_of_a_cell(function) else getattr(sys.modules[function.__module__], "__file__", None)
+    file = file or function.__module__
     return re.sub(r"[^a-z0-9]+", "-", f"{Path(file).stem}-{function.__name__}".lower()).strip("-")
 
 

@@ -281,3 +281,33 @@ def check_world_size(hardware: Hardware, world_size: int) -> None:
 
 def __getattr__(name: str) -> object:
     return former_names.moved(__name__, name)
+
+
+# Bounds by links, and resources of a software pipeline, for declarations and spaces.
+
+LINK_GBPS = {"NVIDIA H200": 375.0, "NVIDIA H100 80GB HBM3": 375.0}
+"""Measured rate at which one device receives from all its peers at once. Other devices are unknown."""
+
+XGMI_GBPS = {"MI300A": 64.0, "MI300X": 64.0, "MI325X": 64.0, "MI350X": 76.8, "MI355X": 76.8}
+"""Data-sheet bandwidth, in one direction, of the link between each pair of AMD GPUs of a host. Not measured here."""
+
+
+def links_us(nbytes: int, peers: int, hardware: Hardware) -> dict[str, float]:
+    """The bound `links`: microseconds to receive `nbytes` bytes from `peers` peers; empty where links are unknown."""
+    pair = next((rate for name, rate in XGMI_GBPS.items() if name in hardware.device.split()), None)
+    rate = pair * max(1, peers) if pair else LINK_GBPS.get(hardware.device)
+    return {"links": nbytes / (rate * 1e3)} if rate else {}
+
+
+def blocks_held(hardware: Hardware, stages: int) -> int:
+    """Blocks of operands in shared memory at a time.
+
+    On ROCm one fewer than stages, because registers hold the next block. gfx950 copies it to shared memory itself, from Triton
+    3.8 on.
+    """
+    return stages - 1 if hardware.backend == "rocm" and hardware.target != "hip:gfx950" else stages
+
+
+def lanes(hardware: Hardware) -> int:
+    """Threads of a warp, or of a wavefront on ROCm."""
+    return 64 if hardware.backend == "rocm" else 32

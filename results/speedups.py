@@ -1,8 +1,8 @@
-"""Draws the README's plot from the published comparisons, and prints its table.
+"""Draws the README's plot from the published comparisons of configs that ship, and prints its table.
 
-    python results/speedups.py docs/speedups.svg
+    PYTHONPATH=. python results/speedups.py docs/speedups.svg
 
-Needs Python alone. A speed-up is the median of the ratios within each interleaved round, as `compare --json` holds it.
+A speed-up is the median of the ratios within each interleaved round, as `compare --json` holds it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,16 @@ import json
 import lzma
 import math
 import sys
+from functools import cache
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
+
+from autotax.core.config import Config
+from autotax.core.problem import Problem
+from autotax.db import shipped
+from autotax.db.staleness import same_kernel
+from autotax.operators.registry import problem_from_dict
 
 RESULTS = Path(__file__).parent
 OPERATORS = {"all-gather-gemm": "All-Gather + GEMM", "flash-decode": "Flash Decode"}
@@ -27,10 +34,27 @@ BLUE, ORANGE, GREY, PALE = "#0072b2", "#d55e00", "#777777", "#dddddd"
 
 
 def comparisons(host: str, operator: str) -> list[dict[str, Any]]:
-    """The published ones of tuned problems, without `shard="k"`, which torch's operator does not do."""
+    """The published ones of configs that ship, without `shard="k"`, which torch's operator does not do."""
     told = json.loads(lzma.decompress((RESULTS / host / operator / "compare.json.xz").read_bytes()))
     found = told if isinstance(told, list) else told["results"]  # a list: documents of before schema versions
-    return [each for each in found if each["problem"].get("shard", "m") == "m" and each["match"] != "fallback"]
+    return [each for each in found if each["problem"].get("shard", "m") == "m" and ships(each)]
+
+
+@cache
+def shipped_configs() -> dict[tuple[Problem, str], list[Config]]:
+    """The configs that ship and hold for the kernel sources of now, by problem and device."""
+    found: dict[tuple[Problem, str], list[Config]] = {}
+    for winner in shipped.winners():
+        if same_kernel(winner):
+            found.setdefault((winner.problem, winner.hardware.device), []).append(winner.config)
+    return found
+
+
+def ships(comparison: dict[str, Any]) -> bool:
+    """Whether the tuned config of a comparison ships. Parameters may have been added since, at the value that they replace."""
+    row = next(row for row in comparison["rows"] if row["name"] == "autotax")
+    here = shipped_configs().get((problem_from_dict(comparison["problem"]), comparison["hardware"]["device"]), [])
+    return any(config.variant == row["variant"] and row["config"].items() <= config.values.items() for config in here)
 
 
 def over_bsp(comparison: dict[str, Any]) -> float:

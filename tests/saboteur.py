@@ -107,7 +107,7 @@ class Saboteur(LiveRunner):
         candidate = Candidate(Config(fault), Conditions.usual(self.hardware.on_gpu))
         (found,) = self.within(self.vehicle, [candidate], Effort(samples=4, seconds=0.05))
         self._ensure_running()
-        self._log(fault=fault, seconds=time.monotonic() - started, status=found.status, expected=self.harmful[fault])
+        self.log(fault=fault, seconds=time.monotonic() - started, status=found.status, expected=self.harmful[fault])
 
     def measure_struck(
         self, fault: str, problem: Problem, candidates: Sequence[Candidate], effort: Effort
@@ -126,7 +126,7 @@ class Saboteur(LiveRunner):
         self._ensure_running()
         if struck:
             seconds, jobs = max(0.0, time.monotonic() - started - self.usual_s), len(candidates)
-            self._log(fault=fault, seconds=seconds, candidates=jobs, problem=problem.key, victims=victims)
+            self.log(fault=fault, seconds=seconds, candidates=jobs, problem=problem.key, victims=victims)
         return found
 
     def strike(self, how: signal.Signals) -> None:
@@ -137,10 +137,10 @@ class Saboteur(LiveRunner):
 
     def _ensure_running(self) -> None:
         if not self.pool.running:
-            self._log(start=True)
+            self.log(start=True)
         super()._ensure_running()
 
-    def _log(self, **what: Any) -> None:
+    def log(self, **what: Any) -> None:
         with Path(self.plan.log).open("a") as log:
             log.write(json.dumps(what) + "\n")
 

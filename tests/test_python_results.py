@@ -12,7 +12,7 @@ import autotax
 from autotax.core.conditions import ON_CPU
 from autotax.db import Store
 from autotax.operators.declaration import ONLY_OURS_VARIABLE
-from autotax.tuner import Comparison, Row
+from autotax.tuner import Comparison, Row, Verdict
 from tests.report.test_tables import CPUS, PROBLEM, a_measurement, a_verdict
 from tests.tuner.shared import gemm_landscape
 from tests.tuner.shared import run as tune
@@ -24,14 +24,24 @@ def pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
 
 
+def compared(verdict: Verdict) -> Comparison:
+    """The finalists of a verdict as rows of a comparison."""
+    rows = [Row(s.measurement.config.variant, s.measurement.config.variant, s.measurement, s.speedup) for s in verdict.standings]
+    return Comparison(verdict.problem, verdict.hardware, verdict.conditions, tuple(rows))
+
+
 def test_representations_are_short_and_say_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ONLY_OURS_VARIABLE, "1")  # the landscape has no others
     with Store.open(f"sqlite:///{tmp_path}/a.db") as store:
         verdict = tune(store, SyntheticRunner(gemm_landscape), trials=20)
         trials = autotax.trials(db=store.url)
     assert len(repr(verdict)) < 400 and "x over BSP [" in repr(verdict) and repr(verdict).endswith("; 20 trials>")
+    assert all(len(repr(trial)) < 1000 for trial in trials), "without samples"
     assert repr(trials).startswith(f"<Trials: {len(trials)} (") and len(autotax.trials(status="hang", db=store.url)) == 0
-    assert "<svg" in trials._repr_html_() and repr(trials) not in trials._repr_html_()
+    for result, words in ((trials, "the search"), (verdict, " wins: "), (compared(verdict), "compared")):
+        shown = autotax.plot(result)
+        assert "<svg" in shown._repr_html_() and words in repr(shown) and len(repr(shown)) < 400
+    assert "<svg" in trials._repr_html_() and "<svg" not in autotax.plot([])._repr_html_()
     assert repr(a_measurement(80.0)) == "<Measurement push(): ok, 80.0 us, 1 samples>"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from autotax.cli.messages import Failed, say
-from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, ShapesOptions, flag
+from autotax.cli.options import DeployOptions, LimitedOptions, MachineOptions, ProblemOptions, flag, seconds_of
 from autotax.cli.problem_selection import check, problems_of, warn_of_slow_ranks
 from autotax.core.errors import MachineError
 from autotax.core.problem import Problem
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from autotax.core.conditions import Conditions
     from autotax.hardware import Hardware
     from autotax.tuner.comparison import Comparison
+    from autotax.tuner.tuning import TimeLimit
 
 @dataclass(frozen=True)
-class CompareOptions(ShapesOptions):
+class CompareOptions(LimitedOptions):
     """The problems and rows of a comparison."""
 
     every_variant: Annotated[bool, flag("--variants", "Add a row for every variant, with its best known config.")] = False
@@ -43,7 +44,7 @@ def compare(what: ProblemOptions, which: CompareOptions, deployed: DeployOptions
     return 0 if done else 1
 
 
-def taxes(what: ProblemOptions, of: ShapesOptions, deployed: DeployOptions, where: MachineOptions) -> int:
+def taxes(what: ProblemOptions, of: LimitedOptions, deployed: DeployOptions, where: MachineOptions) -> int:
     """Show where the time of bulk-synchronous calls goes, and how much of it the tuned config wins back."""
     def table(comparison: Comparison) -> RenderableType:
         from autotax.report import tables
@@ -63,7 +64,7 @@ COMPARED = 6
 
 def compare_and_show(
     what: ProblemOptions,
-    of: ShapesOptions,
+    of: LimitedOptions,
     deployed: DeployOptions,
     where: MachineOptions,
     table: Callable[[Comparison], RenderableType],
@@ -73,6 +74,8 @@ def compare_and_show(
 
     An interrupt keeps the finished comparisons of a file. `every_variant` selects the problems with a row for each variant.
     """
+    from autotax.tuner.tuning import TimeLimit
+
     if of.shapes is None:
         what.require()
     hardware, many = where.hardware(), of.shapes is not None
@@ -82,8 +85,9 @@ def compare_and_show(
     for problem in problems:
         warn_of_slow_ranks(problem, hardware, COMPARED)
     compared: list[Comparison] = []
+    limit = TimeLimit(seconds_of(of.timeout))
     try:
-        for comparison in _compare_all(problems, hardware, conditions, where, every_variant):
+        for comparison in _compare_all(problems, hardware, conditions, where, every_variant, limit):
             compared.append(comparison)
             where.show(lambda: table(compared[-1]))
             if where.as_json and many:
@@ -92,6 +96,8 @@ def compare_and_show(
         if not many:
             raise
         say(f"{stop or 'interrupted'}; {len(compared)} of {len(problems)} problems were compared")
+    if not limit.left and many:
+        say(f"{limit} is over; {sum(bool(one.rows) for one in compared)} of {len(problems)} problems were compared")
     compared.sort(key=lambda comparison: problems.index(comparison.problem))
     return compared, len(compared) == len(problems) and all(comparison.ok for comparison in compared)
 
@@ -102,19 +108,23 @@ def _compare_all(
     conditions: Conditions,
     where: MachineOptions,
     every_variant: Callable[[Problem], bool],
+    limit: TimeLimit,
 ) -> Iterator[Comparison]:
-    """Yields the comparisons. Each world size has one pool of ranks."""
+    """Yields the comparisons. Each world size has one pool of ranks. No problem begins after the time limit."""
     from autotax.api import compare_on, ranks
     from autotax.tuner import Comparison
 
     for world_size in dict.fromkeys(problem.world_size for problem in problems):
         with ranks(hardware, world_size) as runner:
             for problem in (problem for problem in problems if problem.world_size == world_size):
+                if not limit.left:
+                    return
                 try:
-                    comparison = compare_on(runner, problem, hardware, conditions, where.db, every_variant(problem))
+                    comparison = compare_on(runner, problem, hardware, conditions, where.db, every_variant(problem), limit)
                 except MachineError as error:
-                    say(f"{problem} could not be compared: {error}")
                     comparison = Comparison(problem, hardware, conditions, (), None, str(error))
+                if comparison.error:
+                    say(f"{problem} could not be compared: {comparison.error}")
                 if comparison.answer and comparison.answer.match == "fallback":
                     say(f"nothing is tuned for this problem, so BSP is compared with itself: {comparison.answer.reason}")
                 for notice in dict.fromkeys(notice for row in comparison.rows for notice in row.measurement.notices):

@@ -105,12 +105,23 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
+TRIED = {"python": ("3.11", "3.13"), "torch": ("2.11", "2.15"), "triton": ("3.6", "3.9")}
+"""The oldest and the newest versions that the tests have passed under: see results/versions."""
+
+
 def _package(name: str, least: tuple[int, int], version: str | None) -> Check:
-    wanted = ".".join(map(str, least))
+    minimum = ".".join(map(str, least))
     if version is None:
-        return Check(name, False, "not installed", f"pip install '{name}>={wanted}'")
+        return Check(name, False, "not installed", f"pip install '{name}>={minimum}'")
     ok = _numbers(version) >= least
-    return Check(name, ok, version, "" if ok else f"pip install '{name}>={wanted}'")
+    return Check(name, ok, _tried(name, version), "" if ok else f"pip install '{name}>={minimum}'")
+
+
+def _tried(name: str, version: str) -> str:
+    """The version, and whether the tests have passed under such versions."""
+    first, last = TRIED.get(name, (version, version))
+    within = _numbers(first) <= _numbers(version) <= _numbers(last)
+    return version if within else f"{version}, not tried: {first} to {last} were"
 
 
 # Software
@@ -118,14 +129,14 @@ def _package(name: str, least: tuple[int, int], version: str | None) -> Check:
 
 def _python() -> Check:
     ok = _numbers(platform.python_version()) >= (3, 11)
-    return Check("python", ok, platform.python_version(), "" if ok else "use Python 3.11 or later")
+    return Check("python", ok, _tried("python", platform.python_version()), "" if ok else "use Python 3.11 or later")
 
 
 def _torch() -> Check:
-    found = _package("torch", (2, 9), distribution_version("torch"))
-    if found.ok:
+    check = _package("torch", (2, 9), distribution_version("torch"))
+    if check.ok:
         importlib.import_module("torch")
-    return found
+    return check
 
 
 def _triton() -> Check:
@@ -190,9 +201,9 @@ def _iris() -> Check:
 
 def _compiler() -> Check:
     """Triton contains ptxas and LLVM, but builds its launchers with the C compiler of the machine."""
-    found = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    advice = "" if found else "install gcc or clang, or name one in $CC; nvcc and ptxas are not needed"
-    return Check("C compiler", bool(found), found or "none", advice)
+    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    advice = "" if compiler else "install gcc or clang, or name one in $CC; nvcc and ptxas are not needed"
+    return Check("C compiler", bool(compiler), compiler or "none", advice)
 
 
 def _connections() -> Check:
@@ -219,11 +230,11 @@ def _dies() -> Check:
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available():
         return Check("dies", True, "no GPU to ask")
-    counted, told = detect("rocm").dies, dies_by_hip()
-    if told is None:
+    counted, reported = detect("rocm").dies, dies_by_hip()
+    if reported is None:
         return Check("dies", True, f"{counted} by the compute units; HIP does not tell")
-    advice = "" if told == counted else "orders of programs are made for another number of dies: report this GPU"
-    return Check("dies", told == counted, f"{told} by HIP, {counted} by the compute units", advice, needed=False)
+    advice = "" if reported == counted else "orders of programs are made for another number of dies: report this GPU"
+    return Check("dies", reported == counted, f"{reported} by HIP, {counted} by the compute units", advice, needed=False)
 
 
 def _gpus(backend: str) -> Check:
@@ -236,9 +247,9 @@ def _gpus(backend: str) -> Check:
         return Check("GPUs", False, f"torch {torch.__version__} sees none of {backend}", advice)
     count = torch.cuda.device_count()
     memory = torch.cuda.get_device_properties(0).total_memory >> 30
-    found = f"{count} x {torch.cuda.get_device_name(0)}, {memory} GiB each"
+    devices = f"{count} x {torch.cuda.get_device_name(0)}, {memory} GiB each"
     advice = "" if count > 1 else "communication needs a second GPU"
-    return Check("GPUs", count > 1, found, advice, needed=False)
+    return Check("GPUs", count > 1, devices, advice, needed=False)
 
 
 def _no_gpus() -> Check:
@@ -284,12 +295,12 @@ def _torch_operators() -> Check:
 
     lacks = [f"{name}: {why}" for name in OPERATORS if (why := lack(name))]
     counted = status()
-    found = f"{len(OPERATORS) - len(lacks)} of {len(OPERATORS)} can be served"
+    summary = f"{len(OPERATORS) - len(lacks)} of {len(OPERATORS)} can be served"
     if "autotax" in counted.operators.values():
-        reasons = dict.fromkeys(each.reason for each in counted.calls if not each.taken)
-        found = "; ".join([f"{found}, {counted.taken} of {counted.taken + counted.left} calls were", *reasons])
+        reasons = dict.fromkeys(call.reason for call in counted.calls if not call.taken)
+        summary = "; ".join([f"{summary}, {counted.taken} of {counted.taken + counted.left} calls were", *reasons])
     advice = f"{'; '.join(lacks)}: torch's own run there" if lacks else ""
-    return Check("torch operators", not lacks, found, advice, needed=False)
+    return Check("torch operators", not lacks, summary, advice, needed=False)
 
 
 def _database(db: str | None) -> Check:
@@ -302,10 +313,10 @@ def _database(db: str | None) -> Check:
             state = f"{store.counts()['trials']} trials" if store.exists else "not there yet"
     except (UsageError, MachineError) as error:
         return Check("database", False, "cannot be used", str(error))
-    found = f"{shown(url)}, {state}"
+    description = f"{shown(url)}, {state}"
     if (path := sqlite_path(url)) and not _may_write(path):
-        return Check("database", False, f"{found}, not writable", "give another --db or AUTOTAX_DB")
-    return Check("database", True, found)
+        return Check("database", False, f"{description}, not writable", "give another --db or AUTOTAX_DB")
+    return Check("database", True, description)
 
 
 def _may_write(path: Path) -> bool:

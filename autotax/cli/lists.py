@@ -136,10 +136,10 @@ def _tell_hidden(store: Store, kind: str, shown: int, filters: Mapping[str, str 
     """
     counts = store.counts_by_operator(kind)
     unknown = {op: count for op, count in counts.items() if op not in operators()}
-    given = " and ".join(name for name, value in filters.items() if value)
+    filtered = " and ".join(name for name, value in filters.items() if value)
     if hidden := 0 if shown else sum(counts.values()) - sum(unknown.values()):
         others = f"{hidden} other {kind}" if hidden > 1 else f"1 other {kind.removesuffix('s')}"
-        say(f"the database holds {others}: leave {given} out to see {'them' if hidden > 1 else 'it'}")
+        say(f"the database holds {others}: leave {filtered} out to see {'them' if hidden > 1 else 'it'}")
     if unknown and not any(filters.values()):
         names = ", ".join(f"{count} of {op}" for op, count in unknown.items())
         say(f"{kind} of operators that are not loaded are hidden ({names}): --load the modules that declare them")
@@ -182,8 +182,8 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _errors(records: Sequence[TrialRecord]) -> dict[str, list[str]]:
     """The trials that failed with each error."""
-    found: dict[str, list[str]] = {}
+    by_error: dict[str, list[str]] = {}
     for trial in records:
-        found.setdefault(f"{trial.status}: {trial.error}", []).append(f"trial {trial.number}: {trial.config}")
-    return found
+        by_error.setdefault(f"{trial.status}: {trial.error}", []).append(f"trial {trial.number}: {trial.config}")
+    return by_error
 

@@ -77,8 +77,8 @@ def _write(what: SkeletonOptions, host: str, template: str, variants: str = "") 
     words = {"NAME": what.name, "MODULE": what.module, "OPERATOR": host, "VARIANTS": variants}
     words["CLASS"] = "".join(part.title() for part in what.module.split("_"))
     files = {what.folder / f"{what.module}.py": template, what.folder / f"test_{what.module}.py": "test"}
-    if there := [str(path) for path in files if path.exists()]:
-        raise UsageError(f"{' and '.join(there)} exists: give another NAME, or another --folder")
+    if existing := [str(path) for path in files if path.exists()]:
+        raise UsageError(f"{' and '.join(existing)} exists: give another NAME, or another --folder")
     for path, source in files.items():
         text = re.sub(r"@([A-Z]+)@", lambda match: words[match[1]], (TEMPLATES / f"{source}.txt").read_text())
         try:

@@ -76,8 +76,8 @@ class ProblemOptions:
     @property
     def world_size(self) -> int | None:
         """The number of ranks, if it was given."""
-        found: int | None = self.given.get("world_size")
-        return found
+        world_size: int | None = self.given.get("world_size")
+        return world_size
 
     @staticmethod
     def options(op: str | None) -> dict[str, tuple[Any, Any]]:
@@ -89,20 +89,20 @@ class ProblemOptions:
         declared = operators()
         meaning = f"The operator: {', '.join(declared)}."
         argument = typer.Argument(metavar="OP", help=meaning, show_default=False, autocompletion=complete_operators)
-        found: dict[str, tuple[Any, Any]] = {"op": (Annotated[str | None, argument], None)}
+        options: dict[str, tuple[Any, Any]] = {"op": (Annotated[str | None, argument], None)}
         chosen = [declared[op]] if op else list(declared.values())
         users: dict[str, list[Field[Any]]] = {}
         for operator in chosen:
-            for each in fields(operator.problem):
-                users.setdefault(each.name, []).append(each)
+            for field in fields(operator.problem):
+                users.setdefault(field.name, []).append(field)
         for name, kinds in users.items():
-            told = "; ".join(dict.fromkeys(map(_meaning, kinds)))
+            meanings = "; ".join(dict.fromkeys(map(_meaning, kinds)))
             panel, hidden = f"Problem: {op}" if op else "Problem", len(kinds) < len(chosen)
             if all(map(_is_number, kinds)):
-                found[name] = (Annotated[int | None, number(told, panel=panel, hidden=hidden)], None)
+                options[name] = (Annotated[int | None, number(meanings, panel=panel, hidden=hidden)], None)
             else:
-                found[name] = (Annotated[str | None, word(told, panel=panel, hidden=hidden)], None)
-        return found
+                options[name] = (Annotated[str | None, word(meanings, panel=panel, hidden=hidden)], None)
+        return options
 
     def check(self) -> None:
         """Raises UsageError for an unknown operator, missing sizes and values that are not allowed."""
@@ -128,24 +128,24 @@ class ProblemOptions:
         required = kind.required()
         if lacking := [name for name in required if name not in self.given]:
             raise UsageError(f"{self.op} lacks {flags(lacking)}; it needs {flags(required)}: give them all")
-        given = {name: self._typed(name, value) for name, value in self.given.items()}
-        return problem_from_dict({"op": self.op, "world_size": world_size} | given)
+        values = {name: self._typed(name, value) for name, value in self.given.items()}
+        return problem_from_dict({"op": self.op, "world_size": world_size} | values)
 
     def _kind(self) -> type[Problem] | None:
-        found = operators().get(self.op or "")
-        return found.problem if found else None
+        operator = operators().get(self.op or "")
+        return operator.problem if operator else None
 
     def _typed(self, name: str, value: Any) -> Any:
         """Converts a value to this operator's type; an option may be a number for one operator and a word for another."""
         kind = self._kind()
-        own = next((each for each in fields(kind) if each.name == name), None) if kind else None
+        own = next((field for field in fields(kind) if field.name == name), None) if kind else None
         return whole(value) if own and _is_number(own) else value
 
     def only_world_size(self, because: str) -> None:
         """Raises UsageError with the reason `because` if any option other than --world-size is given."""
-        given = [f"operator {self.op}"] if self.op else []
-        if given := given + [flags([name]) for name in self.given if name != "world_size"]:
-            raise UsageError(f"{', '.join(given)} given {because}; allowed is --world-size: take the others out")
+        others = [f"operator {self.op}"] if self.op else []
+        if others := others + [flags([name]) for name in self.given if name != "world_size"]:
+            raise UsageError(f"{', '.join(others)} given {because}; allowed is --world-size: take the others out")
 
 
 def complete_operators() -> list[str]:
@@ -160,10 +160,10 @@ def _meaning(of: Field[Any]) -> str:
     """The help of an option, with its default."""
     if of.name == "world_size":
         return "Number of ranks. Default: the GPUs present, or 2 CPU ranks."
-    told = about(of)
+    meaning = about(of)
     if "allowed" not in of.metadata:
-        told = told[:1].upper() + told[1:]
-    return f"{told}. " + ("Required." if of.default is MISSING else f"Default: {of.default}.")
+        meaning = meaning[:1].upper() + meaning[1:]
+    return f"{meaning}. " + ("Required." if of.default is MISSING else f"Default: {of.default}.")
 
 
 @dataclass(frozen=True)
@@ -196,10 +196,10 @@ class DeployOptions:
         return as_deployed(self._asked(Conditions.usual(hardware.on_gpu)), hardware)
 
     def _asked(self, defaults: Conditions) -> Conditions:
-        given: dict[str, Any] = {"mode": self.mode, "l2": self.l2, "skew_us": _microseconds(self.skew)}
-        if self.mode is None and given["skew_us"]:
+        values: dict[str, Any] = {"mode": self.mode, "l2": self.l2, "skew_us": _microseconds(self.skew)}
+        if self.mode is None and values["skew_us"]:
             defaults = defaults.searched
-        return replace(defaults, **{name: value for name, value in given.items() if value is not None})
+        return replace(defaults, **{name: value for name, value in values.items() if value is not None})
 
 
 Shapes = Annotated[
@@ -219,6 +219,20 @@ class ShapesOptions:
         """Raises UsageError for a file that cannot be read, or whose content is invalid on every machine."""
         if self.shapes is not None:
             read_shapes(self.shapes, 1)
+
+
+@dataclass(frozen=True)
+class LimitedOptions(ShapesOptions):
+    """A file of problems, and a time limit for all of them."""
+
+    timeout: Annotated[
+        str | None, word("Time limit for all problems together: 90, 90s, 10m, 2h. Default: none.", metavar="TIME")
+    ] = None
+
+    def check(self) -> None:
+        """Raises UsageError for a file or a time that no machine allows."""
+        super().check()
+        Settings(timeout_s=seconds_of(self.timeout))
 
 
 def check_variants(names: Sequence[str] | None) -> None:
@@ -281,14 +295,14 @@ class SearchOptions(ShapesOptions):
         if self.sampler is not None and self.sampler not in SAMPLERS:
             guess = did_you_mean(self.sampler, SAMPLERS) or "give one of these as --sampler"
             raise UsageError(f"sampler is {self.sampler!r}; allowed are {', '.join(SAMPLERS)}: {guess}")
-        given: dict[str, Any] = {
+        values: dict[str, Any] = {
             "trials": self.trials,
             "seed": self.seed,
             "timeout_s": seconds_of(self.timeout),
             "variants": names_of(self.variants),
             "soak": self.soak,
         }
-        chosen = {name: value for name, value in given.items() if value is not None}
+        chosen = {name: value for name, value in values.items() if value is not None}
         chosen |= {"sampler": self.sampler, "resume": self.resume, "paired": self.paired}
         effort = "normal" if self.effort is None and self.trials is None else self.effort
         return Settings(**chosen) if effort is None else Settings.of_effort(effort, **chosen)
@@ -403,8 +417,8 @@ class MachineOptions(OutputOptions):
         from autotax.db.url import resolve_url, shown
 
         db = [] if self.db is None else [shown(resolve_url(self.db))]
-        given = {"--backend": [self.backend] if self.backend else [], "--db": db, "--load": self.load or []}
-        return "".join(f" {flag} {shlex.quote(value)}" for flag, values in given.items() for value in values)
+        options = {"--backend": [self.backend] if self.backend else [], "--db": db, "--load": self.load or []}
+        return "".join(f" {flag} {shlex.quote(value)}" for flag, values in options.items() for value in values)
 
     def store(self, *, create: bool) -> Store:
         from autotax.db import Store
@@ -431,12 +445,12 @@ def _on_one_line(document: str) -> str:
     return re.sub(r"\[\n\s*([\s\d.,eE+-]+?)\s*\]", lambda match: f"[{' '.join(match[1].split())}]", document)
 
 
-def seconds_of(text: str | None) -> float | None:
+def seconds_of(text: str | None, option: str = "timeout") -> float | None:
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if not match:
-        raise UsageError(f"timeout is {text!r}; allowed are times such as 90, 90s, 10m, 2h: give another --timeout")
+        raise UsageError(f"{option} is {text!r}; allowed are times such as 90, 90s, 10m, 2h: give another --{option}")
     return float(match[1]) * SECONDS[match[2]]
 
 

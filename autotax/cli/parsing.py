@@ -53,7 +53,7 @@ def make_app(
     """
     app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, **about)
     app.callback()(_first_options(version))
-    parents = {"": app} | {name: typer.Typer(name=name, help=told, add_completion=False) for name, told in families.items()}
+    parents = {"": app} | {name: typer.Typer(name=name, help=summary, add_completion=False) for name, summary in families.items()}
     for name, command in commands.items():
         family, _, own = name.rpartition(" ")
         parents[family].command(own, epilog=_epilog(about["name"], name, command, op), rich_help_panel=command.panel)(
@@ -107,19 +107,19 @@ def _flattened(name: str, function: Function, op: str | None) -> Function:
         shared |= together.keys() & part.keys()
         together |= part
 
-    def run(**given: Any) -> int:
-        options.command, options.op = name, given.get("op")
-        operator = operators().get(given.get("op") or "")
-        if operator and (twice := shared & {each.name for each in fields(operator.problem)}):
+    def run(**values: Any) -> int:
+        options.command, options.op = name, values.get("op")
+        operator = operators().get(values.get("op") or "")
+        if operator and (twice := shared & {attribute.name for attribute in fields(operator.problem)}):
             field = options.flags(sorted(twice))
             raise UsageError(f"{operator.name} has a field {field}, which is an option of autotax {name}: rename the field")
-        filled = {part: groups[part](**{option: given[option] for option in own}) for part, own in parts.items()}
+        filled = {part: groups[part](**{option: values[option] for option in own}) for part, own in parts.items()}
         try:
             for group in filled.values():
                 if hasattr(group, "check"):
                     group.check()
             # With --json the document is the only thing on stdout, whatever a loaded module prints.
-            with redirect_stdout(sys.stderr) if given.get("as_json") else nullcontext():
+            with redirect_stdout(sys.stderr) if values.get("as_json") else nullcontext():
                 return function(**filled)
         except KeyboardInterrupt:
             raise Interrupted("interrupted; unfinished work is not kept") from None
@@ -131,8 +131,8 @@ def _flattened(name: str, function: Function, op: str | None) -> Function:
     run.__doc__ = function.__doc__
     run.__annotations__ = {option: hint for option, (hint, _) in together.items()}
     own = Parameter.KEYWORD_ONLY
-    told = [Parameter(option, own, default=default, annotation=hint) for option, (hint, default) in together.items()]
-    run.__signature__ = Signature(told)  # type: ignore[attr-defined]
+    signature = [Parameter(option, own, default=default, annotation=hint) for option, (hint, default) in together.items()]
+    run.__signature__ = Signature(signature)  # type: ignore[attr-defined]
     return run
 
 

@@ -8,21 +8,22 @@ from typing import Annotated, ClassVar
 from autotax.cli.messages import closing, public_url, say
 from autotax.cli.options import (
     DeployOptions,
+    LimitedOptions,
     MachineOptions,
     OperatorsOptions,
     ProblemOptions,
-    ShapesOptions,
     flag,
     number,
     seconds_of,
     word,
 )
 from autotax.cli.problem_selection import problems_of
+from autotax.core.errors import UsageError
 from autotax.core.settings import Settings
 
 
 @dataclass(frozen=True)
-class RefreshOptions(ShapesOptions):
+class RefreshOptions(LimitedOptions):
     """The winners to prove again, and limits."""
 
     PANEL: ClassVar[str] = "Refresh"
@@ -32,14 +33,16 @@ class RefreshOptions(ShapesOptions):
         int | None,
         number("Replays that each config must pass with delayed ranks. 0: none. Default: 2000 on GPUs, 20 on CPU ranks."),
     ] = None
-    timeout: Annotated[
-        str | None, word("Begin no further problem after this time: 90, 90s, 10m, 2h. Default: none.", metavar="TIME")
+    each: Annotated[
+        str | None, word("Prove only the best former winner of a problem, for at most this time. Default: all.", metavar="TIME")
     ] = None
 
     def check(self) -> None:
         """Raises UsageError for settings that no machine allows."""
         super().check()
-        Settings(soak=self.soak, timeout_s=seconds_of(self.timeout))
+        Settings(soak=self.soak)
+        if seconds_of(self.each, "each") == 0:
+            raise UsageError("each is 0 s; it must be positive: give another --each")
 
 
 def refresh(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOptions, where: MachineOptions) -> int:
@@ -60,7 +63,8 @@ def refresh(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOptions
         done = []
         watch = TuningScreen(len(stale), soak=which.soak, finalists_only=True)
         for refreshed in refresh_on(
-            stale, hardware, store, watch, soak=which.soak, timeout_s=seconds_of(which.timeout)
+            stale, hardware, store, watch, soak=which.soak, timeout_s=seconds_of(which.timeout),
+            each_s=seconds_of(which.each, "each"),
         ):
             done.append(refreshed)
             say(f"{len(done)} of {len(stale)}: {refreshed.verdict.problem}: {tables.refreshed_outcome(refreshed)}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 
-from autotax.core.errors import limit_met
+from autotax.core.errors import RANKS_KIB, limit_met, memory_kib, out_of_memory
 from autotax.core.terminal import settle_sizes
 
 
@@ -20,6 +22,35 @@ def settle_warnings() -> None:
 
 def main() -> int:
     """Runs one command and returns its exit code: see autotax.cli.app.main."""
+    limit = memory_kib()
+    return _run() if limit is None or limit >= RANKS_KIB else _watched(_run)
+
+
+def _watched(run: Callable[[], int]) -> int:
+    """Runs a command in a child process. Libraries end a process that gets no memory, without a word of Python's."""
+    reading, writing = os.pipe()
+    try:
+        child = os.fork()
+    except OSError:
+        return run()
+    if not child:
+        os.close(reading)
+        try:
+            return run()
+        finally:
+            os.write(writing, b".")
+    os.close(writing)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts the child too
+    for passed in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(passed, lambda number, _: os.kill(child, number))
+    _, status = os.waitpid(child, 0)
+    if not os.read(reading, 1) and os.waitstatus_to_exitcode(status) not in (-signal.SIGTERM, -signal.SIGHUP):
+        print(f"autotax: {out_of_memory()}", file=sys.stderr)
+        return 1
+    return max(os.waitstatus_to_exitcode(status), 0)
+
+
+def _run() -> int:
     settle_sizes()
     settle_warnings()
     logging.getLogger("sqlalchemy").addHandler(logging.NullHandler())  # its errors arrive as exceptions, too

@@ -39,26 +39,26 @@ def status(of: StatusOptions, form: OutputOptions) -> int:
 
     from autotax.engines.watch import published, summary
 
-    found = published(of.pid)
-    form.document(lambda: [to_builtins(process) for process in found], ok=bool(found))
-    if not found:
+    servers = published(of.pid)
+    form.document(lambda: [to_builtins(process) for process in servers], ok=bool(servers))
+    if not servers:
         whose = f"process {of.pid} publishes" if of.pid else "no process of yours publishes"
         no = " no" * bool(of.pid)
         return say(f"{whose}{no} counts: ranks of vLLM, SGLang and torchtitan do once autotax's plugin is loaded there", 1)
-    form.show(lambda: _tables(found))
-    for process in found:
+    form.show(lambda: _tables(servers))
+    for process in servers:
         say(f"process {process.pid}: {summary(process)}")
     return 0
 
 
-def _tables(found: list[Published]) -> Group:
+def _tables(servers: list[Published]) -> Group:
     from rich.console import Group
 
     from autotax.engines.watch import CAPTURED
     from autotax.report.formatting import columns, grid
 
     tables = []
-    for process in found:
+    for process in servers:
         table = grid(f"{process.framework}, process {process.pid}", CAPTURED)
         columns(table, "calls>", "operator", "runs", "why not ours")
         for call in process.calls:

@@ -26,8 +26,7 @@ from autotax.cli.problem_selection import (
 from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError
 from autotax.core.problem import MAX_WORLD_SIZE, Problem
-from autotax.engines.architectures import Architecture, read_architecture, tokens_of
-from autotax.engines.asked import ASKED, asked_by
+from autotax.engines.architectures import ASKED, Architecture, asked_by, read_architecture, tokens_of
 from autotax.hardware import absent
 
 if TYPE_CHECKING:
@@ -111,8 +110,8 @@ class ModelOptions:
         architecture = self.architecture(self.tp if self.tp is not None else hardware.default_world_size)
         tokens = self.numbers_of_tokens()
         own = {name: what.given.get(name) for name in self.BESIDE}
-        found = architecture.problems(tokens, train=self.train, **own)
-        return architecture, asked_by(self.engine, found) if self.engine else found
+        problems = architecture.problems(tokens, train=self.train, **own)
+        return architecture, asked_by(self.engine, problems) if self.engine else problems
 
 
 def tune(what: ProblemOptions, of: ModelOptions, deployed: DeployOptions, how: SearchOptions, where: MachineOptions) -> int:
@@ -148,8 +147,8 @@ def tune(what: ProblemOptions, of: ModelOptions, deployed: DeployOptions, how: S
         say(f"notice: {of.model}: {note}")
     with where.store(create=True) as store:
         verdicts = tune_all(jobs, hardware, store, where, then_compare=examples)
-        named = jobs[0][1].variants or () if jobs else ()
-        ok = len(verdicts) == len(jobs) and all(verdict.winner and not _must_work(verdict, named) for verdict in verdicts)
+        variants = jobs[0][1].variants or () if jobs else ()
+        ok = len(verdicts) == len(jobs) and all(verdict.winner and not _must_work(verdict, variants) for verdict in verdicts)
         where.document(lambda: verdict_documents(verdicts, [problem for problem, _ in jobs], store.url), ok=ok)
     return INTERRUPTED if verdicts and verdicts[-1].interrupted else 0 if ok else 1
 
@@ -207,7 +206,7 @@ def command_line(problem: Problem) -> str:
 
 
 def _show(verdict: Verdict, store: Store, where: MachineOptions, resumed: bool) -> None:
-    from autotax.core.error_text import summary
+    from autotax.core.errors import summary
     from autotax.db.url import shown
     from autotax.report import tables
 

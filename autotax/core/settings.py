@@ -74,6 +74,8 @@ class Settings:
     """Replays with delayed ranks and changing inputs that a finalist must pass; 0: none, None: as usual on the machine."""
     host: str | None = None
     """The host name that runs store; None: the name of the machine."""
+    proof: bool = False
+    """Whether the run proves former winners without a search."""
 
     def __post_init__(self) -> None:
         if self.trials < 1:
@@ -119,6 +121,7 @@ class Settings:
             "conditions": self.conditions.to_dict() if self.conditions else None,
             "soak": self.soak,
             "host": self.host or socket.gethostname(),
+            "proof": self.proof,
         }
 
     @classmethod

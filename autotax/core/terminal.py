@@ -42,8 +42,8 @@ def console(*, stderr: bool = False, width: int | None = None) -> Console:
             return ConsoleDimensions(min(max(dimensions.width, NARROWEST), WIDEST), dimensions.height)
 
         @size.setter
-        def size(self, given: tuple[int, int]) -> None:
-            self._width, self._height = given
+        def size(self, requested: tuple[int, int]) -> None:
+            self._width, self._height = requested
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
             for segment in super().render(renderable, options):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -125,6 +125,10 @@ class Index:
 
     def __len__(self) -> int:
         return sum(map(len, self._by_problem.values()))
+
+    def __iter__(self) -> Iterator[IndexedWinner]:
+        for winners in self._by_problem.values():
+            yield from winners
 
     def of_problem(self, key: str) -> list[IndexedWinner]:
         return self._by_problem.get(key, [])

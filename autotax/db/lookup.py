@@ -121,7 +121,8 @@ def _exact(problem: Problem, here: Place, source: Source, refused: list[str]) ->
         if why_not := _space_refuses(problem, here, config):
             refused.append(f"{source.whose} winner of this problem does not fit: {why_not}")
             continue
-        return _tuned(winner, config, "exact", f"{source.origin}tuned for this problem; {_margin(winner)}")
+        tuned = f"{source.origin}tuned for this problem" if source.origin else "tuned here"
+        return _tuned(winner, config, "exact", f"{tuned}; {_margin(winner)}")
     return None
 
 
@@ -161,9 +162,9 @@ def _kept_share(problem: Problem, sizes: dict[str, int], config: Config) -> floa
     def us(rows: int, tile: int) -> float:
         return operator.roofline_us(replace(problem, m=-(-rows // tile) * tile))  # type: ignore[call-arg]
 
-    there, here = sizes["m"], problem.to_dict()["m"]
-    bsp = us(here, LIBRARY_ROWS) / us(there, LIBRARY_ROWS)
-    return bsp / (us(here, block * ranks) / us(there, block * ranks))
+    tuned, here = sizes["m"], problem.to_dict()["m"]
+    bsp = us(here, LIBRARY_ROWS) / us(tuned, LIBRARY_ROWS)
+    return bsp / (us(here, block * ranks) / us(tuned, block * ranks))
 
 
 def _stale(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
@@ -270,10 +271,11 @@ def lookup(
     changed $AUTOTAX_DB have no effect before.
 
     `prove`: if the winner of this problem is stale only in software, it is first proven again on separate ranks, for at most
-    `prove` seconds (True: 60). Use it only in programs that do not use the GPUs yet; modules have their own `prove`.
+    `prove` seconds (True: as $AUTOTAX_PROVE_S says). Use it only in programs that do not use the GPUs yet; modules have their own
+    `prove`.
     """
     if prove is not False:
-        _prove(problem, hardware or detect(), conditions, db, prove)
+        _prove(problem, _place(hardware, conditions), db, prove)
     answered = _kept.get((problem, hardware, db, conditions, allow_stale))
     if answered is None:
         answered = _ask((problem, hardware, db, conditions, allow_stale))
@@ -290,9 +292,7 @@ def invariant(
     """One config for all sizes up to those of the problem, whose rows do not depend on how many there are: see
     `invariant_answer`.
     """
-    hardware = hardware or detect()
-    here = Place(hardware, environment(hardware.backend), conditions or Conditions.usual(hardware.on_gpu))
-    return invariant_answer(problem, here, sources(db))
+    return invariant_answer(problem, _place(hardware, conditions), sources(db))
 
 
 def peek(
@@ -312,25 +312,29 @@ def reload() -> None:
     forget_sources()
 
 
-def _prove(
-    problem: Problem, hardware: Hardware, conditions: Conditions | None, db: str | Path | None, prove: bool | float
-) -> None:
+def _place(hardware: Hardware | None, conditions: Conditions | None) -> Place:
+    """The place of calls on this hardware (default: this machine), under these conditions (default: the usual ones)."""
+    hardware = hardware or detect()
+    return Place(hardware, environment(hardware.backend), conditions or Conditions.usual(hardware.on_gpu))
+
+
+def _prove(problem: Problem, here: Place, db: str | Path | None, prove: bool | float) -> None:
     from autotax.db import reproof
 
-    if (seconds := reproof.seconds_of(prove)) and reproof.stale([problem], hardware, conditions, db):
-        if note := reproof.prove([problem], hardware, conditions, db, seconds):
+    bound = reproof.bound_of(prove)
+    if bound and (proof := reproof.prove([problem], here, db, bound)):
+        if note := reproof.listed(proof.unproven):
             warnings.warn(note, RuntimeWarning, stacklevel=3)
         reload()
 
 
 def _ask(question: _Asked) -> tuple[Answer, Tally | None]:
     problem, hardware, db, conditions, allow_stale = question
-    hardware = hardware or detect()
-    here = Place(hardware, environment(hardware.backend), conditions or Conditions.usual(hardware.on_gpu))
+    here = _place(hardware, conditions)
     winners = sources(db)
     config = answer(problem, here, winners, allow_stale=allow_stale)
     tuned = is_tuned(problem, here, winners)
-    miss = None if tuned else tally(resolve_url(db), representative(problem), hardware, here.conditions)
+    miss = None if tuned else tally(resolve_url(db), representative(problem), here.hardware, here.conditions)
     if len(_kept) >= _MOST_KEPT:
         _kept.clear()
     _kept[question] = config, miss

@@ -58,7 +58,7 @@ class TrialRecord:
     status: str
     latency_us: float | None = None
     """Median over samples of the maximum over ranks."""
-    samples: Samples | None = None
+    samples: Samples | None = field(default=None, repr=False)
     slowest_rank: int | None = None
     compile_s: float | None = None
     verified: bool = False
@@ -73,7 +73,7 @@ class TrialRecord:
     """Digest of the variant's sources; None before the trial is stored, if it has the current sources."""
     id: int | None = field(default=None, compare=False)
     created_at: datetime | None = field(default=None, compare=False)
-    run: RunRecord | None = field(default=None, compare=False)
+    run: RunRecord | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.status not in TRIAL_STATUSES:
@@ -121,7 +121,7 @@ class WinnerRecord:
     tie: bool
     """The interval did not separate the finalists; `config` is the simplest of them."""
     verified: bool
-    samples: dict[str, Samples] | None = None
+    samples: dict[str, Samples] | None = field(default=None, repr=False)
     """All finalists of the round, by config digest."""
     conditions: Conditions = field(default_factory=Conditions)
     """The conditions of the finalist round."""

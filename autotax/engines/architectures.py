@@ -9,7 +9,7 @@ products, which no operator computes: they are left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -78,18 +78,18 @@ class Architecture:
         - `train`: also the products of the backward.
         - `kv_len`: also decode steps, over a KV cache of `kv_len` tokens that is sharded over the ranks.
         """
-        found: dict[Problem, list[str]] = {}
+        layers: dict[Problem, list[str]] = {}
         of = dtype or self.dtype
         for layer in self.layers:
             for m in tokens:
                 for problem, name in self._of_layer(layer, m, of, train):
                     chosen = problem if dtype else self._in_fp8(problem)
-                    found.setdefault(chosen, []).append(name)
+                    layers.setdefault(chosen, []).append(name)
         if kv_len is not None:
             for batch in (m for m in tokens if m <= MOST_DECODED):
                 for problem, name in self._of_decode(batch, kv_len, of):
-                    found.setdefault(problem, []).append(name)
-        return {problem: ", ".join(dict.fromkeys(names)) for problem, names in found.items()}
+                    layers.setdefault(problem, []).append(name)
+        return {problem: ", ".join(dict.fromkeys(names)) for problem, names in layers.items()}
 
     def _of_layer(self, layer: Linear, m: int, dtype: str, train: bool) -> Iterator[tuple[Problem, str]]:
         ranks, scattered = self.ranks, m % self.ranks == 0
@@ -129,18 +129,18 @@ def read_architecture(path: Path, ranks: int, *, split: bool = False, train: boo
 
     Raises UsageError for a malformed file, a family without a list of layers, and sizes that `ranks` does not divide.
     """
-    return architecture_of(_read(path), ranks, split=split, train=train, named=f"file {path}")
+    return architecture_of(_read(path), ranks, split=split, train=train, whose=f"file {path}")
 
 
 def architecture_of(
-    config: Mapping[str, Any], ranks: int, *, split: bool = False, train: bool = False, named: str = "the config"
+    config: Mapping[str, Any], ranks: int, *, split: bool = False, train: bool = False, whose: str = "the config"
 ) -> Architecture:
     """See `read_architecture`."""
     configs = [config]
     while text := next((part for name in WRAPPERS if isinstance(part := configs[0].get(name), Mapping)), None):
         configs.insert(0, text)
-    family, layout = _family(configs, named)
-    sizes = Sizes(configs, ranks, layout, named)
+    family, layout = _family(configs, whose)
+    sizes = Sizes(configs, ranks, layout, whose)
     layers, notes = [*_attention(sizes, split), *_feed_forward(sizes, split)], []
     if sizes.experts:
         notes.append("its routed experts are left out: they are grouped products, which no operator computes")
@@ -163,18 +163,18 @@ def architecture_of(
     return Architecture(family, ranks, dtype, tuple(layers), attention, tuple(notes), quantize)
 
 
-def _family(configs: Sequence[Mapping[str, Any]], named: str) -> tuple[str, Family]:
+def _family(configs: Sequence[Mapping[str, Any]], name: str) -> tuple[str, Family]:
     """The family of the innermost config that states one. Raises UsageError, with the reason, for a family without a layout."""
     family = next((stated for of in configs if (stated := of.get("model_type")) is not None), None)
-    known = str(family).removesuffix("_text") if isinstance(family, str) else ""
-    if (layout := FAMILIES.get(known)) is not None:
-        return known, layout
+    family_name = str(family).removesuffix("_text") if isinstance(family, str) else ""
+    if (layout := FAMILIES.get(family_name)) is not None:
+        return family_name, layout
     advice = "list the products of its layers in a file, and give that as --shapes"
-    if known in REFUSED:
-        raise UsageError(f"{named} has model_type {family!r}, which has no plan: {REFUSED[known]}; {advice}")
-    guess = did_you_mean(known, FAMILIES)
+    if family_name in REFUSED:
+        raise UsageError(f"{name} has model_type {family!r}, which has no plan: {REFUSED[family_name]}; {advice}")
+    guess = did_you_mean(family_name, FAMILIES)
     allowed = f"allowed are {', '.join(FAMILIES)}"
-    raise UsageError(f"{named} has model_type {family!r}; {allowed}: {f'{guess} Or ' if guess else ''}{advice}")
+    raise UsageError(f"{name} has model_type {family!r}; {allowed}: {f'{guess} Or ' if guess else ''}{advice}")
 
 
 def quantization_of(stated: object) -> str:
@@ -202,16 +202,16 @@ def _read(path: Path) -> dict[str, Any]:
         data = read_once(path, LARGEST_FILE)
         if len(data) > LARGEST_FILE:
             raise UsageError(f"file {path} holds more than {LARGEST_FILE >> 20} MiB: give another --model")
-        found = json.loads(as_utf8(data))
+        config = json.loads(as_utf8(data))
     except UsageError:
         raise
     except OSError as error:
         raise UsageError(f"file {path} cannot be read ({error.strerror}): give the config.json of a model as --model") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"file {path} is not JSON ({error}): give the config.json of a model as --model") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise UsageError(f"file {path} holds no JSON object: give the config.json of a model as --model")
-    return found
+    return config
 
 
 @dataclass(frozen=True)
@@ -261,11 +261,11 @@ class Sizes:
     `configs` are those of the text model and of what wraps it, innermost first.
     """
 
-    def __init__(self, configs: Sequence[Mapping[str, Any]], ranks: int, family: Family, named: str) -> None:
+    def __init__(self, configs: Sequence[Mapping[str, Any]], ranks: int, family: Family, name: str) -> None:
         self.config = configs[0]
         self.ranks = ranks
         self.family = family
-        self.named = named
+        self.named = name
         self.assumed: dict[str, int] = {}
         """Defaults that took the place of sizes which the config leaves out."""
         self._defaults = family.defaults if len(configs) > 1 else {}
@@ -497,20 +497,20 @@ def tokens_of(text: str) -> tuple[int, ...]:
 
     Raises UsageError.
     """
-    found: list[int] = []
+    numbers: list[int] = []
     for part in text.split(","):
         first, dots, last = part.partition("...")
-        found.append(_tokens(first, text))
+        numbers.append(_tokens(first, text))
         if not dots:
             continue
-        end, before = _tokens(last, text), found[-2] if len(found) > 1 else 0
-        factor = found[-1] // before if before and found[-1] % before == 0 and found[-1] > before else 2
-        if end < found[-1]:
+        end, before = _tokens(last, text), numbers[-2] if len(numbers) > 1 else 0
+        factor = numbers[-1] // before if before and numbers[-1] % before == 0 and numbers[-1] > before else 2
+        if end < numbers[-1]:
             raise _wrong(text)
-        while found[-1] * factor < end:
-            found.append(found[-1] * factor)
-        found.append(end)
-    return tuple(dict.fromkeys(found))
+        while numbers[-1] * factor < end:
+            numbers.append(numbers[-1] * factor)
+        numbers.append(end)
+    return tuple(dict.fromkeys(numbers))
 
 
 def _tokens(text: str, whole: str) -> int:
@@ -521,3 +521,32 @@ def _tokens(text: str, whole: str) -> int:
 
 def _wrong(text: str) -> UsageError:
     return UsageError(f"tokens is {text!r}; it must be numbers such as 1,16,64...8192: give others as --tokens")
+
+
+# The problems of a model that each plugin asks for.
+
+def _sum(problem: Problem) -> bool:
+    """A row-parallel layer whose output each rank needs whole."""
+    return isinstance(problem, GemmReduceScatter) and problem.output == "replicated"
+
+
+def _merge(problem: Problem) -> bool:
+    return isinstance(problem, DecodeMerge)
+
+
+def _sharded_rows(problem: Problem) -> bool:
+    """A layer whose activations are sharded along the sequence: torch's fused operators."""
+    return isinstance(problem, AllGatherGemm) or (isinstance(problem, GemmReduceScatter) and problem.output == "scattered")
+
+
+ASKED: Mapping[str, tuple[Callable[[Problem], bool], ...]] = {
+    "vllm": (_sum, _merge),
+    "sglang": (_sum, _merge, _sharded_rows),
+    "torch": (_sharded_rows,),
+}
+"""Which problems a plugin looks up, by its name."""
+
+
+def asked_by(engine: str, layers: Mapping[Problem, str]) -> dict[Problem, str]:
+    """The problems of a model, with their layers, for which the plugin of an engine looks winners up."""
+    return {problem: names for problem, names in layers.items() if any(asks(problem) for asks in ASKED[engine])}

@@ -1,7 +1,8 @@
 """Whether a serving engine has promised results that do not depend on the rest of the batch.
 
-A winner is chosen by the number of tokens, so an engine in such a mode keeps its own functions. An engine may enter the mode
-after its plugins are registered, so layers and calls ask as well. All ranks of an engine must be in the same mode. This module
+In such a mode row-parallel layers run one config for all numbers of tokens, if a winner keeps the bits of a token. Other
+winners are chosen by the number of tokens, so the engine keeps its own functions there. An engine may enter the mode after its
+plugins are registered, so layers and calls ask as well. All ranks of an engine must be in the same mode. This module
 imports no engine: it reads variables of the environment and modules that the engine has imported.
 """
 
@@ -57,7 +58,10 @@ class Mode:
         cause = self._cause()
         if cause and self._engine not in _said:
             _said.add(self._engine)
-            log.warning("autotax leaves %s as it is: %s asks for results that no batch changes", self._engine, cause)
+            log.warning(
+                "autotax runs row-parallel layers of %s with one config for all numbers of tokens where a winner allows it, and "
+                "leaves the rest as it is: %s asks for results that no batch changes", self._engine, cause,
+            )  # fmt: skip
         return bool(cause)
 
     def _cause(self) -> str:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotax.engines.thresholds import Ranges, merge_ranges, serves
+from autotax.heap.world import World
 from autotax.nn.base import world_of
 from autotax.nn.consensus import DTYPES
 from autotax.nn.fallback import PlainMerge
@@ -51,10 +52,10 @@ def taken(o: Tensor, cp_group: Any, output: str, base_on_e: bool) -> bool:
     group, base = cp_group.device_group, "e" if base_on_e else "2"
     possible = o.dtype in DTYPES and (output == "replicated" or heads % cp_group.world_size == 0)
 
-    def ranges() -> Ranges:
+    def ranges(world: World) -> Ranges:
         if not possible:
             return []
-        options: dict[str, Any] = {"output": output, "base": base, "most": MOST_TOKENS}
+        options: dict[str, Any] = {"output": output, "base": base, "most": MOST_TOKENS, "world": world}
         return merge_ranges(heads, head_dim, DTYPES[o.dtype], cp_group.world_size, **options)
 
     key = "merge", heads, head_dim, o.dtype, o.device, output, base

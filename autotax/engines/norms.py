@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotax.engines.thresholds import norm_ranges, serves
+from autotax.heap.world import World
 from autotax.nn.consensus import DTYPES
 from autotax.nn.groups import capturing
 from autotax.nn.norm import AllReduceNorm
@@ -45,8 +46,8 @@ def taken(x: Tensor, weight: Tensor, residual: Tensor, group: Any, quant: str = 
         return False
     tokens, hidden = x.shape
 
-    def ranges() -> list[tuple[int, int]]:
-        return norm_ranges(hidden, DTYPES[x.dtype], group.world_size, quant=quant, offset=offset)
+    def ranges(world: World) -> list[tuple[int, int]]:
+        return norm_ranges(hidden, DTYPES[x.dtype], group.world_size, quant=quant, offset=offset, world=world)
 
     name, key = f"norms of {hidden} columns", ("norm", hidden, x.dtype, x.device, quant, offset)
     return serves(tokens, group.device_group, x.device, key, name, ranges)
@@ -72,12 +73,12 @@ def normed(
     norm = _module_of(x, group, eps, quant, offset)
     if norm is None:
         return None
-    given = {name: tensor for name, tensor in results.items() if tensor is not None}
-    apart = not {tensor.data_ptr() for tensor in given.values()} & {x.data_ptr(), residual.data_ptr()}
+    brought = {name: tensor for name, tensor in results.items() if tensor is not None}
+    apart = not {tensor.data_ptr() for tensor in brought.values()} & {x.data_ptr(), residual.data_ptr()}
     if apart or norm.works_in_place(len(x)):
-        return norm.run(x, weight, residual, scale, **given, in_place=True)
-    found = dict(zip(("out", "residual_out"), norm.run(x, weight, residual, scale), strict=False))
-    return tuple(given[name].copy_(made) if name in given else made for name, made in found.items())
+        return norm.run(x, weight, residual, scale, **brought, in_place=True)
+    outputs = dict(zip(("out", "residual_out"), norm.run(x, weight, residual, scale), strict=False))
+    return tuple(brought[name].copy_(made) if name in brought else made for name, made in outputs.items())
 
 
 def prepare(

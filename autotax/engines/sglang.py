@@ -4,7 +4,8 @@ With --enable-layernorm-sp, SGLang calls torch's fused operators: `autotax.torch
 throw the gathered input away but let torch return it; here they do not. Row-parallel layers that sum over the ranks fuse
 the sum with their product where a winner is faster. Merges of decode context parallelism use winners by number of tokens.
 
-In SGLang's deterministic mode SGLang's own functions run: see autotax.engines.batch_invariance.
+In SGLang's deterministic mode row-parallel layers run one config for all numbers of tokens, and the rest is SGLang's own: see
+autotax.engines.batch_invariance.
 
 The drop-ins for `sglang/srt/layers/dcp/comm.py` have the same names, signatures and results. They take O [tokens, heads,
 head_dim] and LSE [tokens, heads] of this rank, and `cp_group`, SGLang's GroupCoordinator. They do not use `ctx`,
@@ -18,10 +19,12 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from autotax.engines import batch_invariance
-from autotax.engines.contracts import Contract, Part, take
+from autotax.engines.contracts import Contract, Part, first_broken, take
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from autotax.engines.rows import Row, Stored
 
 _LINEAR, _SP, _DCP = "sglang.srt.layers.linear", "sglang.srt.layers.layernorm_sp", "sglang.srt.layers.dcp.comm"
 _REGISTRY = Contract(
@@ -31,9 +34,14 @@ _LAYERS = (
     Contract(_LINEAR, "RowParallelLinear.forward", ("self", "input_", "skip_all_reduce", "forward_batch", "output_tensor")),
     Contract("sglang.srt.layers.moe.utils", "should_skip_mlp_all_reduce", ()),
     Contract(_SP, "column_parallel_g_matmul", ("linear", "input_parallel", "bias")),
+    Contract(_SP, "row_parallel_gbar_matmul", ("linear", "input_", "bias")),
     Contract(_SP, "sp_fused_matmul_eligible", ("linear",)),
     Contract(_SP, "sp_num_tokens", ()),
     _REGISTRY,
+)
+_FP8 = (
+    Contract("sglang.srt.layers.quantization.fp8", "Fp8LinearMethod.apply", ("self", "layer", "x", "bias")),
+    Contract("sglang.srt.layers.quantization.w8a8_fp8", "W8A8Fp8LinearMethod.apply", ("self", "layer", "x", "bias")),
 )
 _O_AND_LSE = ("cp_attn_out", "cp_attn_lse", "cp_group")
 _MERGING = (
@@ -59,8 +67,9 @@ _NORMING = (
     ),
     _REGISTRY,
 )  # fmt: skip
-CONTRACTS = (*_LAYERS, *_MERGING[:-1], *_NORMING[:-1])
+CONTRACTS = (*_LAYERS, *_FP8, *_MERGING[:-1], *_NORMING[:-1])
 log = logging.getLogger("autotax")
+_UNKNOWN = object()
 _installed = False
 """Whether this plugin has installed our implementations of torch's fused operators."""
 
@@ -109,10 +118,12 @@ def _own_heads(o: Tensor, lse: Tensor, cp_group: Any, base_on_e: bool) -> tuple[
 
 def register() -> None:
     """The entry point in each process of SGLang. Never raises: a part that differs in SGLang stays as it is, with one line."""
+    layers = Part("parallel layers", _LAYERS, _hook_layers)
     if batch_invariance.sglang():
+        take("SGLang", (layers,), log)
         return
     parts = (
-        Part("parallel layers", _LAYERS, _hook_layers),
+        layers,
         Part("decode merges", _MERGING, _hook_merges),
         Part("norms", _NORMING, _hook_norms),
     )
@@ -125,9 +136,11 @@ def _hook_layers() -> None:
     import autotax.torch
 
     global _installed
-    autotax.torch.install()
-    _installed = True
+    if not batch_invariance.sglang():
+        autotax.torch.install(prove=True)
+        _installed = True
     HookRegistry.register(f"{_SP}.column_parallel_g_matmul", column_parallel, HookType.AROUND)
+    HookRegistry.register(f"{_SP}.row_parallel_gbar_matmul", scattered_row_parallel, HookType.AROUND)
     HookRegistry.register(f"{_LINEAR}.RowParallelLinear.forward", row_parallel, HookType.AROUND)
 
 
@@ -147,7 +160,7 @@ def _hook_norms() -> None:
 
 
 def _stands_back() -> bool:
-    """Whether SGLang runs a call itself. In deterministic mode this also restores torch's fused operators."""
+    """Whether SGLang is in deterministic mode. If so, this also restores torch's fused operators."""
     global _installed
     if not batch_invariance.sglang():
         return False
@@ -204,11 +217,18 @@ def forward_with_allreduce_fusion(
     use_attn_tp_group: bool = True,
 ) -> Any:
     """All-reduce, residual and norm, called by norms of layers whose sum was left out. Ours for the tensor-parallel group."""
+    from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
+
+    from autotax.engines import pending
+
     whole = use_attn_tp_group and getattr(norm_module, "variance_size_override", None) is None
+
+    def fused(x: Any, residual: Any) -> Any:
+        outputs = _normed(x, residual, weight, norm_module.variance_epsilon)
+        return original(norm_module, x, residual, None, weight, use_attn_tp_group) if outputs is None else outputs[:2]
+
     if residual is not None and whole and post_residual_addition is None:
-        found = _normed(x, residual, weight, norm_module.variance_epsilon)
-        if found is not None:
-            return found[0], found[1]
+        return pending.normed(x, residual, get_parallel().tp_group, fused, norm_module)
     return original(norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group)
 
 
@@ -228,9 +248,9 @@ def all_reduce_residual_norm(
 ) -> Any:
     """SGLang's own one-shot kernel. Ours where nobody has chosen how SGLang's is to run."""
     if cluster_size is two_shot is vecs_per_thread is None:
-        found = _normed(input, residual, norm_weight, norm_eps, world_size, int(gemma), residual_out)
-        if found is not None:
-            return found[0], found[1]
+        outputs = _normed(input, residual, norm_weight, norm_eps, world_size, int(gemma), residual_out)
+        if outputs is not None:
+            return outputs[0], outputs[1]
     options = {"cluster_size": cluster_size, "two_shot": two_shot, "vecs_per_thread": vecs_per_thread}
     options |= {"world_size": world_size, "gemma": gemma, "residual_out": residual_out}
     return original(input, residual, norm_weight, norm_eps, **options)
@@ -240,7 +260,7 @@ def _normed(
     x: Any, residual: Any, weight: Any, eps: float, ranks: int | None = None, offset: int = 0, residual_out: Any = None
 ) -> Any:
     """The results of `autotax.engines.norms.normed`; None where SGLang's own function is to run."""
-    from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
+    from sglang.srt.runtime_context import get_parallel
 
     from autotax.engines import norms
 
@@ -260,12 +280,40 @@ def column_parallel(original: Any, linear: Any, input_parallel: Any, bias: Any) 
     from sglang.srt.runtime_context import get_parallel
 
     if _stands_back() or not layernorm_sp.sp_fused_matmul_eligible(linear) or getattr(linear, "_sp_use_cutlass", False):
-        return original(linear, input_parallel, bias)
+        output = _in_fp8(linear, input_parallel, bias, "all_gather")
+        return original(linear, input_parallel, bias) if output is None else output[: layernorm_sp.sp_num_tokens()]
     group = get_parallel().tp_group.device_group.group_name
     _, (output,) = torch.ops.symm_mem.fused_all_gather_matmul(
         input_parallel.contiguous(), [linear.weight.t()], 0, group, return_A=False
     )
     return output[: layernorm_sp.sp_num_tokens()]
+
+
+def scattered_row_parallel(original: Any, linear: Any, input_: Any, bias: Any) -> Any:
+    """A row-parallel layer whose sum is scattered over the sequence; the ranks share padded rows."""
+    import torch
+
+    short = -len(input_) % linear.tp_group.world_size if isinstance(input_, torch.Tensor) and linear.tp_group else 0
+    output = _in_fp8(linear, torch.nn.functional.pad(input_, (0, 0, 0, short)) if short else input_, bias, "reduce_scatter")
+    return original(linear, input_, bias) if output is None else output
+
+
+def _in_fp8(linear: Any, x: Any, bias: Any, collective: str) -> Any:
+    """The result of a layer of the sequence-parallel region with an FP8 weight and a winner; else None."""
+    import torch
+
+    from autotax.engines import rows
+    from autotax.nn.groups import capturing
+
+    name = f"_autotax_{collective}"
+    if not isinstance(x, torch.Tensor) or bias is not None or _stands_back():
+        return None
+    if name not in vars(linear):
+        if capturing(x.device):
+            return None
+        setattr(linear, name, _scaled_row(linear, collective))
+    row = getattr(linear, name)
+    return None if row is None else rows.run(row, linear, x.contiguous())
 
 
 def row_parallel(
@@ -276,41 +324,81 @@ def row_parallel(
     from sglang.srt.layers.moe.utils import should_skip_mlp_all_reduce  # type: ignore[import-not-found]
     from sglang.srt.runtime_context import get_exec, get_forward
 
+    from autotax.engines import pending, rows
     from autotax.nn.groups import capturing
 
-    if _stands_back():
+    mode = _stands_back()
+    if not isinstance(input_, torch.Tensor):  # the norm in front of the layer may have quantised its input
         return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
-    group = vars(layer).get("_autotax_group")
-    if group is None and capturing(input_.device):
+    row = vars(layer).get("_autotax_row", _UNKNOWN)
+    if row is _UNKNOWN and capturing(input_.device):
         return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
-    if group is None:
-        group = layer._autotax_group = _group_of(layer)
-    summed = not (skip_all_reduce or should_skip_mlp_all_reduce() or get_forward().sp_active or layer.use_decode_attn_tp)
-    if not group or not summed or output_tensor is not None or get_exec().comm.enable_quant_communications:
+    if row is _UNKNOWN:
+        row = layer._autotax_row = _row_of(layer)
+    otherwise = should_skip_mlp_all_reduce() or get_forward().sp_active or layer.use_decode_attn_tp
+    otherwise = otherwise or output_tensor is not None or get_exec().comm.enable_quant_communications
+    summed = layer.reduce_results and not skip_all_reduce
+    if not rows.serves(row, summed, mode) or otherwise:
         return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
-    output = torch.ops.autotax.fused_matmul_all_reduce(input_, layer.weight.t(), group)
+    if not summed:
+        output = pending.result(layer, row, input_, lambda x: original(layer, x, skip_all_reduce, forward_batch, None)[0])
+    else:
+        output = rows.run(row, layer, input_, mode)
     return output, layer.bias if layer.skip_bias_add else None
 
 
-def _group_of(layer: Any) -> str:
-    """The name of the group whose ranks sum a layer's products, if a winner does it faster; else empty."""
+def _row_of(layer: Any) -> Row | None:
+    """How a layer sums its products where a winner does it faster."""
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod  # type: ignore[import-not-found]
     from sglang.srt.runtime_context import get_parallel
 
-    from autotax.engines.thresholds import agreed, token_ranges
-    from autotax.nn.consensus import DTYPES
-    from autotax.torch import symm_mem
+    from autotax.engines import rows
 
     group = get_parallel().tp_group
-    plain = type(layer.quant_method) is UnquantizedLinearMethod and layer.weight.dtype in DTYPES
     no_bias = layer.bias is None or layer.skip_bias_add
     whole = layer.parallel_group in (None, "tp") and not layer.use_dp_attention_reduce
-    if not (plain and no_bias and whole and layer.reduce_results and layer.input_is_parallel and group.world_size > 1):
-        return ""
-    n, k = layer.weight.shape
-    ranges = token_ranges(n, k, DTYPES[layer.weight.dtype], group.world_size)
-    if not agreed(ranges, f"a row-parallel layer of {n} x {k}", group.device_group, layer.weight.device):
-        return ""
-    name = str(group.device_group.group_name)
-    symm_mem.reduce_by(name, group.all_reduce)
-    return name
+    if not (no_bias and whole and layer.input_is_parallel and group.world_size > 1):
+        return None
+    k = layer.input_size_per_partition
+    name = getattr(layer, "prefix", "") or f"a row-parallel layer of {layer.output_size} x {k}"
+    if type(layer.quant_method) is UnquantizedLinearMethod:
+        return rows.plain_row(layer.output_size, k, layer.weight.dtype, group, layer.weight.device, name)
+    return _scaled_row(layer, "all_reduce")
+
+
+def _scaled_row(layer: Any, collective: str) -> Row | None:
+    """How a layer with an FP8 weight runs beside a collective of the tensor-parallel group, where a winner does it faster."""
+    from sglang.srt.runtime_context import get_parallel
+
+    from autotax.engines import rows
+
+    stored, group = _stored(layer), get_parallel().tp_group
+    k = getattr(layer, "input_size_per_partition", None) or layer.input_size
+    name = getattr(layer, "prefix", "") or f"a layer of {layer.output_size} x {k}"
+    if isinstance(stored, rows.Stored) and (broken := first_broken(_FP8)):
+        stored = broken
+    if isinstance(stored, str):
+        rows.left(name, stored)
+    if not isinstance(stored, rows.Stored) or group.world_size == 1:
+        return None
+    return rows.scaled_row(layer, stored, layer.params_dtype, k, group, name, collective)
+
+
+def _stored(layer: Any) -> Stored | str | None:
+    """How SGLang stores the FP8 weight of a layer, or why the layer is left; None for other weights."""
+    from autotax.engines.rows import Stored
+
+    method, scheme = layer.quant_method, getattr(layer, "scheme", None)
+    holder = {"Fp8LinearMethod": method, "W8A8Fp8LinearMethod": method}.get(type(method).__name__, scheme)
+    if type(holder).__name__ not in ("Fp8LinearMethod", "W8A8Fp8LinearMethod", "CompressedTensorsW8A8Fp8"):
+        return None
+    if any(getattr(holder, name, False) for name in ("use_marlin", "use_mxfp8", "block_fp8_as_mxfp8")):
+        return "its weight is stored for Marlin or as MXFP8"
+    if getattr(getattr(holder, "quant_config", None), "scale_fmt", None) == "ue8m0":
+        return "scales of its blocks are powers of two"
+    block = getattr(holder, "weight_block_size", None)
+    if block is not None:
+        if list(block) != [128, 128]:
+            return f"blocks of its weight are {list(block)}"
+        return Stored("block", "weight_scale_inv" if hasattr(layer, "weight_scale_inv") else "weight_scale")
+    return Stored("row" if getattr(layer, "input_scale", None) is None else "static")

@@ -6,22 +6,28 @@ for this machine.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from autotax import __version__
 from autotax.core.conditions import Conditions
+from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
+from autotax.db import lookup
 from autotax.db.index import bucket, buckets_up_to
-from autotax.db.lookup import peek
-from autotax.hardware import Hardware
+from autotax.db.shipped import sources
+from autotax.hardware import Hardware, detect
 from autotax.operators import registry
-from autotax.operators.problems import AllReduceNorm, DecodeMerge, GemmReduceScatter
+from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, GemmReduceScatter
 
 if TYPE_CHECKING:
     import torch
+
+    from autotax.heap.world import World
 
 Ranges = list[tuple[int, int]]
 MOST_TOKENS, MOST_MERGED, MOST_NORMED = 65536, 1024, 8192
@@ -36,17 +42,43 @@ def token_ranges(
     ranks: int,
     *,
     output: str = "replicated",
+    scales: str = "none",
+    result: str = "bf16",
+    quantize: str = "none",
     most: int = MOST_TOKENS,
     hardware: Hardware | None = None,
     db: str | Path | None = None,
     conditions: Conditions | None = None,
+    world: World | None = None,
 ) -> Ranges:
     """Numbers of tokens, first and last of each range, for which a row-parallel layer has a winner that is not bulk-synchronous.
 
-    The layer's weight is [n, k] on each rank; `output` is "replicated" for an all-reduce, "scattered" for a reduce-scatter.
+    The layer's weight is [n, k] on each rank; `output` is "replicated" for an all-reduce, "scattered" for a reduce-scatter, and
+    "gathered" for a column-parallel layer that gathers its rows.
+    `scales`, `result` and `quantize` are those of a weight in e4m3. There are none for sizes that kernels do not take.
+    With `world` stale winners are first proven again, and the call is collective.
     """
-    answered = {"hardware": hardware, "db": db, "conditions": conditions}
-    return _won(lambda tokens: GemmReduceScatter(tokens, n, k, dtype, output, ranks), most, answered)
+    more = ranks, "nk", scales, result, quantize
+
+    def problem_of(tokens: int) -> Problem:
+        if output == "gathered":
+            return AllGatherGemm(tokens, n, k, dtype, "m", *more)
+        return GemmReduceScatter(tokens, n, k, dtype, output, *more)
+
+    try:
+        return _won(problem_of, most, hardware, db, conditions, world)
+    except UsageError:
+        return []
+
+
+def kept_bits(n: int, k: int, dtype: str, ranks: int, name: str, world: World) -> bool:
+    """Whether all ranks have a winner of a row-parallel layer that keeps the bits of a token. Collective."""
+    try:
+        answer = lookup.invariant(GemmReduceScatter(MOST_TOKENS, n, k, dtype, "replicated", ranks))
+        ranges = [(1, MOST_TOKENS)] if answer.from_problem is not None else []
+    except UsageError:
+        ranges = []
+    return bool(agreed(ranges, f"{name} in batch-invariant mode", world))
 
 
 def merge_ranges(
@@ -61,10 +93,10 @@ def merge_ranges(
     hardware: Hardware | None = None,
     db: str | Path | None = None,
     conditions: Conditions | None = None,
+    world: World | None = None,
 ) -> Ranges:
     """The same for merges of decode attention over ranks that each hold a part of the KV cache."""
-    answered = {"hardware": hardware, "db": db, "conditions": conditions}
-    return _won(lambda tokens: DecodeMerge(tokens, heads, head_dim, dtype, ranks, output, base), most, answered)
+    return _won(lambda m: DecodeMerge(m, heads, head_dim, dtype, ranks, output, base), most, hardware, db, conditions, world)
 
 
 def norm_ranges(
@@ -78,27 +110,35 @@ def norm_ranges(
     hardware: Hardware | None = None,
     db: str | Path | None = None,
     conditions: Conditions | None = None,
+    world: World | None = None,
 ) -> Ranges:
     """The same for all-reduce, residual and norm: beyond these numbers a server's own function is the faster one."""
-    answered = {"hardware": hardware, "db": db, "conditions": conditions}
-    return _won(lambda m: AllReduceNorm(m, hidden, dtype, ranks, "added", quant, offset), most, answered)
+    return _won(lambda m: AllReduceNorm(m, hidden, dtype, ranks, "added", quant, offset), most, hardware, db, conditions, world)
 
 
 def serves(
-    tokens: int, group: Any, device: torch.device, key: Hashable, name: str, ranges: Callable[[], Ranges]
+    tokens: int, group: Any, device: torch.device, key: Hashable, name: str, ranges: Callable[[World], Ranges]
 ) -> bool:
     """Whether a number of tokens lies in the ranges that all ranks of a group have for `key`.
 
     Collective at the first call of a key. During graph capture it is not collective, and the answer for a new key is no.
     """
+    from autotax.heap.world import World
     from autotax.nn.groups import capturing
 
     of_group = _remembered.setdefault(group, {})
     if key not in of_group:
         if capturing(device):
             return False
-        of_group[key] = agreed(ranges(), name, group, device)
+        world = World.of(group, device)
+        of_group[key] = agreed(ranges(world), name, world)
     return any(first <= tokens <= last for first, last in of_group[key])
+
+
+def fingerprint(op: str) -> str:
+    """Changes with each winner of an operator, whether it holds here or not: a key for what an engine keeps about its layers."""
+    winners = {str(winner[:4]) for source in sources(None) for winner in source.index if winner.op == op}
+    return hashlib.sha256("\n".join([__version__, *sorted(winners)]).encode()).hexdigest()
 
 
 def forget_winners() -> None:
@@ -106,15 +146,14 @@ def forget_winners() -> None:
     _remembered.clear()
 
 
-def agreed(ranges: Ranges, name: str, group: Any, device: torch.device) -> Ranges:
-    """Returns the ranges if all ranks of a group have the same ones; else none: a rank alone in a collective waits forever.
+def agreed(ranges: Ranges, name: str, world: World) -> Ranges:
+    """Returns the ranges if all ranks have the same ones; else none: a rank alone in a collective waits forever.
 
     Collective: every rank asks for the same layers in the same order.
     """
     from autotax.heap.collective_errors import by_rank
-    from autotax.heap.world import World
 
-    everybody = World.of(group, device).gather(ranges, Ranges)
+    everybody = world.gather(ranges, Ranges)
     if all(others == ranges for others in everybody):
         return ranges
     log.warning("autotax leaves %s: the ranks have different winners (%s); give all the same database", name, by_rank(everybody))
@@ -126,11 +165,20 @@ def listed(ranges: Sequence[tuple[int, int]]) -> str:
     return ", ".join(f"{first} to {last}" for first, last in ranges)
 
 
-def _won(problem_of: Callable[[int], Problem], most: int, answered: dict[str, Any]) -> Ranges:
+def _won(
+    problem_of: Callable[[int], Problem],
+    most: int,
+    hardware: Hardware | None,
+    db: str | Path | None,
+    conditions: Conditions | None,
+    world: World | None,
+) -> Ranges:
     ranges: Ranges = []
-    for last in buckets_up_to(most):
-        problem = problem_of(last)
-        answer = peek(problem, **answered)
+    problems = {last: problem_of(last) for last in buckets_up_to(most)}
+    if world is not None:
+        _prove(world, list(problems.values()), db, conditions)
+    for last, problem in problems.items():
+        answer = lookup.peek(problem, hardware=hardware, db=db, conditions=conditions)
         if answer.match == "fallback" or answer.variant == registry.of(problem).baseline:
             continue
         first = bucket(last)[0]
@@ -138,3 +186,16 @@ def _won(problem_of: Callable[[int], Problem], most: int, answered: dict[str, An
             first = ranges.pop()[0]
         ranges.append((first, last))
     return ranges
+
+
+def _prove(world: World, problems: list[Problem], db: str | Path | None, conditions: Conditions | None) -> None:
+    """Proves stale winners, unless $AUTOTAX_PROVE_S is 0. Collective. Servers go on whatever comes of it."""
+    from autotax.nn.consensus import prove_first
+
+    hardware = detect(world.backend)
+    try:
+        note = prove_first(world, problems, hardware, conditions or Conditions.usual(hardware.on_gpu), db, prove=True)
+    except UsageError as error:
+        note = str(error)
+    if note and world.rank == 0:
+        log.warning("autotax: %s", note)

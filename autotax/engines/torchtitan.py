@@ -18,8 +18,10 @@ from autotax.engines.watch import publish
 
 @override(target=AllGatherFusedFeedForward.Config, description="autotax: tuned collective products")
 def tuned(config: Any, db: str | None = None) -> Any:
-    """Installs the operators, with winners of the database `db` (default: yours). Returns the config unchanged."""
+    """Installs the operators, with winners of the database `db` (default: yours), which are proven again where they are stale.
+    Returns the config unchanged.
+    """
     if not autotax.torch.status().operators:
-        autotax.torch.install(db)
+        autotax.torch.install(db, prove=True)
         publish("torchtitan", logging.getLogger("autotax"))
     return config

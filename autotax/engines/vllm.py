@@ -11,16 +11,19 @@ where winners are faster. vLLM loads this module in each process, so it imports 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
 from autotax.engines import batch_invariance
-from autotax.engines.contracts import Contract, Part, take
+from autotax.engines.contracts import Contract, Part, first_broken, take
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from autotax.engines.rows import Row, Stored
 
 
 def dcp_a2a_lse_reduce(
@@ -129,6 +132,12 @@ _ROW_PARALLEL = (
     Contract("vllm.distributed.parallel_state", "get_tp_group", ()),
     Contract("vllm.distributed.parallel_state", "GroupCoordinator.all_reduce", ("self", "input_")),
 )  # fmt: skip
+_QUANTISED = "vllm.model_executor.layers.quantization"
+_FP8 = (
+    Contract(f"{_QUANTISED}.fp8", "Fp8LinearMethod.apply", ("self", "layer", "x", "bias")),
+    Contract(f"{_QUANTISED}.fp8", "Fp8LinearMethod.process_weights_after_loading", ("self", "layer")),
+    Contract(f"{_QUANTISED}.input_quant_fp8", "QuantFP8.forward_native", ("self", "x", "scale", "scale_ub", "use_triton")),
+)
 _MERGING = tuple(Contract(_DCP, name, _MERGE) for name in MERGES)
 _EAGER = {
     "vllm.models.common.ops.fused_allreduce_rms_norm": ("fused_allreduce_rms_norm", 0),
@@ -147,22 +156,25 @@ _FUSING = Contract(
         "pattern_code", "norm_out", "quant_out", "scale_out", "scale_factor", "weight_bias",
     ),
 )  # fmt: skip
+_HASHING = Contract("vllm.config.vllm", "VllmConfig.compute_hash", ("self", "include_version"))
 _library: Any = None
 """Holds our implementation of vLLM's fused operator."""
-CONTRACTS = (*_ROW_PARALLEL, *_MERGING, *_NORMING.values(), _FUSING)
+CONTRACTS = (*_ROW_PARALLEL, *_FP8, *_MERGING, *_NORMING.values(), _FUSING, _HASHING)
 log = logging.getLogger("autotax")
 
 
 def register() -> None:
     """The entry point in each process of vLLM. Never raises: a part that differs in vLLM stays as it is, with one line."""
+    layers = Part("row-parallel layers", (*_ROW_PARALLEL, _HASHING), _replace_layer)
     if batch_invariance.vllm():
+        take("vLLM", (layers,), log)
         return
     eager = [
         Part(f"{name}", (_NORMING[module],), functools.partial(_wrap_eager_norms, module, name, offset))
         for module, (name, offset) in _EAGER.items()
     ]
     parts = (
-        Part("row-parallel layers", _ROW_PARALLEL, _replace_layer),
+        layers,
         Part("decode merges", _MERGING, _wrap_merges),
         *eager,
         Part("compiled norms", (_FUSING,), _replace_fused_norm),
@@ -176,8 +188,29 @@ def _replace_layer() -> str | None:
 
     if "RowParallelLinear" in op_registry_oot:
         return "another plugin has replaced RowParallelLinear"
+    _enter_key()
     RowParallelLinear.register_oot(tuned_layer(RowParallelLinear), name="RowParallelLinear")
     return None
+
+
+def _enter_key() -> None:
+    """Makes winners of row-parallel layers a part of the key of compiled graphs: a graph holds our operator, or not."""
+    from vllm.config.vllm import VllmConfig  # type: ignore[import-not-found]
+
+    original = VllmConfig.compute_hash
+    if hasattr(original, "_autotax"):
+        return
+
+    @functools.wraps(original)
+    def compute_hash(self: Any, include_version: bool = True) -> str:
+        from autotax.engines.thresholds import fingerprint
+
+        own: str = original(self, include_version)
+        left = batch_invariance.vllm()
+        return own if left else hashlib.sha256((own + fingerprint("gemm-reduce-scatter")).encode()).hexdigest()[: len(own)]
+
+    compute_hash._autotax = True  # type: ignore[attr-defined]
+    VllmConfig.compute_hash = compute_hash
 
 
 def _wrap_merges() -> None:
@@ -193,7 +226,7 @@ def _wrap(module: str, name: str, wrapper: Any) -> None:
         return
     wrapped = wrapper(original)
     wrapped._autotax = True
-    for other in [each for path, each in list(sys.modules.items()) if path.partition(".")[0] == "vllm"]:
+    for other in [loaded for path, loaded in list(sys.modules.items()) if path.partition(".")[0] == "vllm"]:
         for attribute, value in list(vars(other).items()):
             if value is original:
                 setattr(other, attribute, wrapped)
@@ -226,12 +259,22 @@ def _tuned_norm(original: Any, offset: int) -> Any:
     """A function of vLLM that sums the partial results of layers with `reduce_results=False`, adds a residual and norms."""
 
     @functools.wraps(original)
-    def fused(hidden_states: Any, residual: Any, norm: Any) -> Any:
-        weight, whole = norm.weight, getattr(norm, "variance_size_override", None) is None
-        found = fused_norm(hidden_states, residual, weight, norm.variance_epsilon, offset=offset) if whole else None
-        return original(hidden_states, residual, norm) if found is None else (found[0], found[1])
+    def call(hidden_states: Any, residual: Any, norm: Any) -> Any:
+        from vllm.distributed.parallel_state import get_tp_group
 
-    return fused
+        from autotax.engines import pending
+
+        weight, whole = norm.weight, getattr(norm, "variance_size_override", None) is None
+
+        def fused(partial: Any, residual: Any) -> Any:
+            outputs = fused_norm(partial, residual, weight, norm.variance_epsilon, offset=offset) if whole else None
+            return original(partial, residual, norm) if outputs is None else (outputs[0], outputs[1])
+
+        if residual is None:
+            return original(hidden_states, residual, norm)
+        return pending.normed(hidden_states, residual, get_tp_group(), fused, norm)
+
+    return call
 
 
 def _replace_fused_norm() -> None:
@@ -303,6 +346,8 @@ def tuned_layer(base: type[Any]) -> type[Any]:
     """vLLM's RowParallelLinear with a sum that is tuned."""
     import torch
 
+    from autotax.engines import pending, rows
+
     @torch.compiler.assume_constant_result
     def invariant() -> bool:
         return batch_invariance.vllm()
@@ -310,12 +355,18 @@ def tuned_layer(base: type[Any]) -> type[Any]:
     class TunedRowParallelLinear(base):
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
-            self._autotax_group = _group_of(self)
+            self._autotax_row = _row_of(self)
 
         def forward(self, input_: Any) -> Any:
-            if not self._autotax_group or invariant():
+            mode = invariant()
+            # Other inputs were quantised by the norm in front of the layer.
+            row = self._autotax_row
+            if not isinstance(input_, torch.Tensor) or not rows.serves(row, self.reduce_results, mode):
                 return super().forward(input_)
-            output = torch.ops.autotax.fused_matmul_all_reduce(input_, self.weight.t(), self._autotax_group)
+            if self.reduce_results:
+                output = rows.run(row, self, input_, mode)
+            else:
+                output = pending.result(self, row, input_, lambda x: self.quant_method.apply(self, x, None))
             if not self.return_bias:
                 return output
             return output, self.bias if self.skip_bias_add else None
@@ -325,25 +376,62 @@ def tuned_layer(base: type[Any]) -> type[Any]:
     return TunedRowParallelLinear
 
 
-def _group_of(layer: Any) -> str:
-    """The name of the group whose ranks sum a layer's products, if a winner does it faster; else empty."""
+def _row_of(layer: Any) -> Row | None:
+    """How a layer sums its products where a winner does it faster. That of an FP8 weight follows when vLLM has stored it."""
     from vllm.distributed.parallel_state import get_tp_group
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    from autotax.engines.thresholds import agreed, listed, token_ranges
-    from autotax.nn.consensus import DTYPES
-    from autotax.torch import symm_mem
+    from autotax.engines import rows
 
-    plain = type(layer.quant_method) is UnquantizedLinearMethod and layer.params_dtype in DTYPES
     no_bias = layer.bias is None or layer.skip_bias_add
-    if not (plain and no_bias and layer.reduce_results and layer.input_is_parallel and layer.tp_size > 1):
-        return ""
-    ranges = token_ranges(layer.output_size, layer.input_size_per_partition, DTYPES[layer.params_dtype], layer.tp_size)
-    group, layer_name = get_tp_group(), layer.prefix or type(layer).__name__
-    ranges = agreed([] if batch_invariance.vllm() else ranges, layer_name, group.device_group, group.device)
-    if not ranges:
-        return ""
-    name = str(group.device_group.group_name)
-    symm_mem.reduce_by(name, group.all_reduce)
-    log.info("autotax serves %s for %s tokens", layer_name, listed(ranges))
-    return name
+    if not (no_bias and layer.input_is_parallel and layer.tp_size > 1):
+        return None
+    group, name = get_tp_group(), layer.prefix or type(layer).__name__
+    if type(layer.quant_method) is UnquantizedLinearMethod:
+        sizes = layer.output_size, layer.input_size_per_partition
+        return rows.plain_row(*sizes, layer.params_dtype, group, group.device, name)
+    kernel = getattr(layer.quant_method, "fp8_linear", None) or getattr(getattr(layer, "scheme", None), "fp8_linear", None)
+    if kernel is not None:
+        stored = first_broken(_FP8) or _stored(layer, kernel)
+        if isinstance(stored, str):
+            rows.left(name, stored)
+        else:
+            _follow_weight(layer.quant_method, stored, kernel.config.out_dtype, group, name)
+    return None
+
+
+def _follow_weight(method: Any, stored: Stored, result: Any, group: Any, name: str) -> None:
+    """Gives a layer its row each time that vLLM has stored the layer's weight: before that its layout is another one."""
+    from autotax.engines import rows
+
+    process = method.process_weights_after_loading
+
+    @functools.wraps(process)
+    def processed(layer: Any) -> None:
+        process(layer)
+        k = layer.input_size_per_partition
+        layer._autotax_row = None if batch_invariance.vllm() else rows.scaled_row(layer, stored, result, k, group, name)
+
+    method.process_weights_after_loading = processed
+
+
+_QUANTIZE = {
+    (True, (-1, -1), (-1, -1)): "static",
+    (False, (1, -1), (-1, -1)): "row",
+    (False, (1, -1), (-1, 1)): "row",
+    (False, (1, 128), (128, 128)): "block",
+}
+"""By whether scales of inputs are static, and the groups of inputs and weights that share one; -1 is a whole dimension."""
+
+
+def _stored(layer: Any, kernel: Any) -> Stored | str:
+    """How vLLM stores the FP8 weight of a layer, or why the layer is left."""
+    from autotax.engines.rows import Stored
+
+    inputs, weights = kernel.config.activation_quant_key, kernel.config.weight_quant_key
+    quantize = _QUANTIZE.get((inputs.scale.static, tuple(inputs.scale.group_shape), tuple(weights.scale.group_shape)))
+    if quantize is None:
+        return f"inputs are quantised as {inputs} and weights as {weights}"
+    if quantize == "block" and getattr(getattr(kernel, "base", kernel).quant_fp8, "use_ue8m0", False):
+        return "scales of its blocks are powers of two"
+    return Stored(quantize, "weight_scale_inv" if hasattr(layer, "weight_scale_inv") else "weight_scale")

@@ -101,13 +101,13 @@ def summary(counted: Published) -> str:
 
 def published(pid: int | None = None) -> list[Published]:
     """The counts of a process, or of all processes of this user that still run. Raises UsageError for a damaged file."""
-    found = []
+    servers = []
     for path in sorted(folder().glob("*.json")) if pid is None else [folder() / f"{pid}.json"]:
         if path.stem.isdecimal() and Path(f"/proc/{path.stem}").exists():
             try:
-                found.append(from_json(read_bytes(path), Published))
+                servers.append(from_json(read_bytes(path), Published))
             except FileNotFoundError:
                 continue
             except (OSError, Malformed) as error:
                 raise UsageError(f"file {path} holds no counts ({error}): remove it") from None
-    return found
+    return servers

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from autotax.hardware import symmetric_heap
-from autotax.heap.barrier import RankTimeout
 from autotax.heap.base import Heap, HeapError
 from autotax.heap.collective_errors import agreed, by_rank
-from autotax.heap.world import World
+from autotax.heap.world import RankTimeout, World
 
 __all__ = ["Heap", "HeapError", "RankTimeout", "World", "open_heap"]
 

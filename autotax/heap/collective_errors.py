@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from autotax.core.errors import UsageError
-from autotax.heap.barrier import RankTimeout
 from autotax.heap.base import HeapError
-from autotax.heap.world import CONTROL_TIMEOUT, World, reason_of
+from autotax.heap.world import CONTROL_TIMEOUT, RankTimeout, World, reason_of
 
 T = TypeVar("T")
 ASKING_S = 0.02

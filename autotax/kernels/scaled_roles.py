@@ -85,6 +85,7 @@ def multiply_tile(
             else:
                 scale, scale1, scale2 = 1.0, 1.0, 1.0
             if Y1 + Y2 + Y3 > MOST_TOGETHER:
+                gl.static_assert(Y3 == 0)
                 first = warpgroup_mma_wait(num_outstanding=0, deps=(first,))
                 one = added(one, first, scale, scale1, SCALES, X_IS_B)
                 second = product_of(mine, y[1].index(place), layout2, Y2)

@@ -5,6 +5,7 @@ enqueues.
 """
 
 from autotax.nn.attention import FlashDecode, kv_scales, seen_tokens
+from autotax.nn.gather_attention import GatherAttention
 from autotax.nn.linear import AllGatherLinear, LinearAllReduce, LinearReduceScatter
 from autotax.nn.merge import DecodeMerge
 from autotax.nn.norm import AllReduceNorm
@@ -15,6 +16,7 @@ __all__ = [
     "AllReduceNorm",
     "DecodeMerge",
     "FlashDecode",
+    "GatherAttention",
     "LinearAllReduce",
     "LinearReduceScatter",
     "Tuned",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
+from operator import is_
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -27,7 +28,7 @@ from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,
 )
-from autotax.nn.base import Module, SizeChoice, first_size, increment_version, nothing, remember, sizes_up_to
+from autotax.nn.base import Module, first_size, increment_version, nothing, remember, sizes_up_to
 from autotax.nn.consensus import DTYPES, configs_for
 from autotax.nn.fallback import PlainDecode
 from autotax.nn.groups import on_device
@@ -35,6 +36,7 @@ from autotax.nn.tensor_checks import (
     FREED,
     PLAIN,
     VECTOR_BYTES,
+    Accepted,
     ordinal_of,
     plain,
     recorded,
@@ -49,10 +51,11 @@ from autotax.operators.inputs import EIGHT_BITS
 
 Call = Callable[..., Any]
 MORE = "kv_starts", "kv_scales", "sinks"
-NOTHING = (False, False, False)
-Known = tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""The call for shapes of q, the cache and the block table; the shapes of kv_lens and of the result; and the bytes: of q,
-of K, of kv_lens, of the block table and of the result.
+Known = tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...], Accepted, Accepted, bool]
+"""The call for shapes of q, the cache and the block table, the shapes of kv_lens and of the result, and for the checks of a call:
+
+the bytes of q, K, kv_lens, the block table and the result, the inputs and results that calls accept as they are, and whether
+calls bring any of MORE.
 """
 
 
@@ -87,11 +90,8 @@ class FlashDecode(Module):
     _made: dict[int, list[Any]]
     _most: Shape
     _plain: PlainDecode
-    _usual: tuple[Any, Any, int, tuple[bool, bool, bool]]
-    """Values that each call checks, in one attribute to save time.
-
-    The types of q and of the cache, `ordinal_of` the device, and the optional tensors (MORE) that a call brings.
-    """
+    _brings: tuple[bool, bool, bool]
+    """Which of the optional tensors (MORE) a call brings."""
 
     def __init__(
         self,
@@ -122,7 +122,6 @@ class FlashDecode(Module):
         self._where = None if device is None else torch.device(device)
         self._kv_dtype = kv_dtype or dtype
         self._several = (queries,) if queries != 1 else ()
-        # The tensors of MORE that a call brings.
         self._brings = window != 0, self._kv_dtype is not dtype, sinks
         more: dict[str, Any] = {"sinks": "learned" if sinks else "none", "window": window, "queries": queries}
         self._asked = (max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, more, conditions, config, sizes)
@@ -135,12 +134,7 @@ class FlashDecode(Module):
             "_made": {},
             "_most": None,
             "_plain": None,
-            "_usual": (None, None, -1, NOTHING),
         }
-
-    def _place(self) -> torch.device:
-        here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
 
     def _make(self) -> None:
         max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, more, conditions, config, sizes = self._asked
@@ -160,7 +154,6 @@ class FlashDecode(Module):
 
         problems, deployed = self._agreed(problems_here, conditions)
         self._most = problems[-1]
-        self._usual = dtype, kv_dtype, ordinal_of(self._device), self._brings
         self._plain = PlainDecode(world, self._most)
         if world is not None:
             hardware = detect(world.backend)
@@ -172,27 +165,15 @@ class FlashDecode(Module):
         _, q_heads, _, _, _, output, *_ = self._asked
         return q_heads // self.world_size if output == "head_scatter" else q_heads
 
-    def _tune(self, problems: list[Shape], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
-        """Prepares the tuned config of each batch, and on GPUs also the bulk-synchronous kernels. `notes` hold messages for the
-        user. Collective.
-        """
+    def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
         from autotax.spaces import space_for
 
-        requested: list[tuple[Problem, Config]] = []
-        for problem, chosen in zip(problems, configs, strict=True):
-            requested += [(problem, chosen)] if chosen else []
-            if hardware.on_gpu and not (chosen and chosen.variant == "bsp"):
-                requested.append((problem, space_for(problem, hardware).default("bsp")))
-        for operator in self._operators(requested, hardware, notes):
-            self._made.setdefault(operator.problem.batch, []).append(operator)
-        pairs = zip(problems, configs, strict=True)
-        self._choices = tuple(SizeChoice(problem, self._made_of(problem, chosen)) for problem, chosen in pairs)
-        self._warn(notes)
+        missing = [problem for problem, config in pairs if hardware.on_gpu and not (config and config.variant == "bsp")]
+        return [(problem, space_for(problem, hardware).default("bsp")) for problem in missing]
 
-    def _made_of(self, problem: Shape, config: Config | None) -> Config | None:
-        """`config`, if the ranks agreed on it and prepared it; else None."""
-        made = [operator.config for operator in self._made.get(problem.batch, ())]
-        return config if config in made else None
+    def _store(self, operators: list[Any], notes: list[str]) -> None:  # noqa: ARG002
+        for operator in operators:
+            self._made.setdefault(operator.problem.batch, []).append(operator)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         from autotax.nn.prepare import SPECIALIZED, one_of_each_kind, special
@@ -281,72 +262,57 @@ class FlashDecode(Module):
             tensors = q, k_shard, v_shard, kv_lens, block_table, out, kv_starts, kv_scales, sinks
             self._compare(partial(self._described, *tensors))
         try:
-            dtype, kv_dtype, ordinal, brings = state["_usual"]
             cache = k_shard.shape
-            # One expression tests for all faults, the cheapest first. `_checked` then finds the fault, or handles a new shape.
+            # One expression accepts almost every call. For the others `_checked` finds the fault, or adds a kind of tensors.
             entry = state["_known"].get((q.shape, cache) if block_table is None else (q.shape, cache, block_table.shape))
             if not (
                 entry
                 and q.__class__ is k_shard.__class__ is v_shard.__class__ is kv_lens.__class__ is Tensor
-                and v_shard.shape == cache
-                and kv_lens.shape == entry[1]
-                and q.dtype is dtype
-                and k_shard.dtype is v_shard.dtype is kv_dtype
-                and kv_lens.dtype is torch.int32
-                and q.get_device() == k_shard.get_device() == v_shard.get_device() == kv_lens.get_device() == ordinal
-                and q.is_contiguous()
-                and k_shard.is_contiguous()
-                and v_shard.is_contiguous()
-                and kv_lens.is_contiguous()
                 and (start := q.data_ptr()) > FREED < (k_start := k_shard.data_ptr())
                 and (v_start := v_shard.data_ptr()) > FREED < (lengths_start := kv_lens.data_ptr())
                 and not (start | k_start | v_start | lengths_start) % VECTOR_BYTES
-                and not (q.is_neg() or k_shard.is_neg() or v_shard.is_neg() or kv_lens.is_neg())
+                and not (v_shard.is_nested or kv_lens.is_nested)
                 and (
-                    block_table is None
-                    or (
-                        block_table.__class__ is Tensor
-                        and block_table.dtype is torch.int32
-                        and block_table.get_device() == ordinal
-                        and block_table.is_contiguous()
-                        and (table_start := block_table.data_ptr()) > FREED
-                        and not table_start % VECTOR_BYTES
-                        and not block_table.is_neg()
+                    (kinds := entry[4]).first(q, k_shard, v_shard, kv_lens) or kinds.second(q, k_shard, v_shard, kv_lens)
+                    if block_table is None
+                    else block_table.__class__ is Tensor
+                    and (table_start := block_table.data_ptr()) > FREED
+                    and not table_start % VECTOR_BYTES
+                    and (
+                        (kinds := entry[4]).first(q, k_shard, v_shard, kv_lens, block_table)
+                        or kinds.second(q, k_shard, v_shard, kv_lens, block_table)
                     )
                 )
             ):
                 q, k_shard, v_shard, kv_lens, block_table, entry = self._checked(q, k_shard, v_shard, kv_lens, block_table, out)
-                dtype, kv_dtype, ordinal, brings = state["_usual"]  # the call may have prepared the module, which sets `_usual`
                 start, k_start, v_start, lengths_start = q.data_ptr(), k_shard.data_ptr(), v_shard.data_ptr(), kv_lens.data_ptr()
                 table_start = 0 if block_table is None else block_table.data_ptr()
                 calls = state["_guards"][0]  # of the group, which the call may have changed by preparing the module
+            call, _, shape, sizes, _, kinds, brings = entry
             more: tuple[Tensor, ...] = ()
-            if kv_starts is not None or kv_scales is not None or sinks is not None or brings != NOTHING:
+            if brings or kv_starts is not None or kv_scales is not None or sinks is not None:
                 more = self._checked_more(entry[1], kv_starts, kv_scales, sinks)
-            call, _, shape, sizes = entry
             if out is None:
                 out = q.new_empty(*shape)
             else:
                 size, cache_size, lengths_size, table_size, out_size = sizes
                 if not (
                     out.__class__ is Tensor
-                    and out.shape == shape
-                    and out.dtype is dtype
-                    and out.get_device() == ordinal
-                    and out.is_contiguous()
                     and (out_start := out.data_ptr()) > FREED
                     and not out_start % VECTOR_BYTES
-                    and not out.is_neg()
+                    and not out.is_nested
+                    and (kinds.first(out) or kinds.second(out))
                     and not -out_size < out_start - start < size
                     and not -out_size < out_start - k_start < cache_size
                     and not -out_size < out_start - v_start < cache_size
                     and not -out_size < out_start - lengths_start < lengths_size
                     and (block_table is None or not -out_size < out_start - table_start < table_size)
                 ):
-                    require_tensor("out", out, shape, dtype, q.device)
+                    require_tensor("out", out, shape, q.dtype, q.device)
                     require_apart("out", out, q=q, k_shard=k_shard, v_shard=v_shard, kv_lens=kv_lens, block_table=block_table)
+                    kinds.add(out)
                 if more:
-                    require_apart("out", out, **dict(zip(compress(MORE, brings), more, strict=True)))
+                    require_apart("out", out, **dict(zip(compress(MORE, self._brings), more, strict=True)))
                 increment_version((out,))
         except RuntimeError as error:
             inputs = {"q": q, "k_shard": k_shard, "v_shard": v_shard, "kv_lens": kv_lens, "block_table": block_table, "out": out}
@@ -454,6 +420,7 @@ class FlashDecode(Module):
         """
         self._ensure_ready()
         most, dtype, kv_dtype, device = self._most, self._dtype, self._kv_dtype, self._device
+        originals = q, k, v, lengths, table
         q, lengths = small("q", q, dtype, device), small("kv_lens", lengths, torch.int32, device)
         k, v = plain("k_shard", k), plain("v_shard", v)
         table = None if table is None else small("block_table", table, torch.int32, device)
@@ -477,9 +444,15 @@ class FlashDecode(Module):
         if out is not None:
             require_tensor("out", out, made, dtype, device)
             require_apart("out", out, q=q, k_shard=k, v_shard=v, kv_lens=lengths, block_table=table)
-        call = (self._calls.get((batch, tokens)) or self._choose(batch, tokens)) if batch else nothing
-        sizes = q.nbytes, k.nbytes, lengths.nbytes, 0 if table is None else table.nbytes, math.prod(made) * dtype.itemsize
-        return q, k, v, lengths, table, remember(self._known, shapes, (call, counts, made, sizes))
+        entry = self._known.get(shapes)
+        if not entry:
+            call = (self._calls.get((batch, tokens)) or self._choose(batch, tokens)) if batch else nothing
+            sizes = q.nbytes, k.nbytes, lengths.nbytes, 0 if table is None else table.nbytes, math.prod(made) * dtype.itemsize
+            entry = remember(self._known, shapes, (call, counts, made, sizes, Accepted(), Accepted(), any(self._brings)))
+        tensors = q, k, v, lengths, table
+        if all(map(is_, tensors, originals)):
+            entry[4].add(*(tensor for tensor in tensors if tensor is not None))
+        return q, k, v, lengths, table, entry
 
     def _choose(self, batch: int, tokens: int) -> Call:
         """The call for these sizes, chosen once for each pair of sizes."""

@@ -7,7 +7,7 @@ import copy
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +22,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
-from autotax.heap.collective_errors import all_or_none
+from autotax.heap.collective_errors import all_or_none, together
 from autotax.heap.world import World
 from autotax.nn import groups
 from autotax.nn.consensus import deployed_as, require_alike
@@ -108,6 +108,7 @@ class Module(torch.nn.Module):
     belong to this process.
     """
 
+    _where: torch.device | None = None
     handle: int
     """Names this module to torch.ops.autotax.*; ranks have equal handles only if they have made the same modules."""
     _ready: bool
@@ -216,8 +217,9 @@ class Module(torch.nn.Module):
         vars(self)["_guards"] = calls, index, due or self._check
 
     def _place(self) -> torch.device:
-        """The device of the tensors of calls."""
-        raise NotImplementedError
+        """The device of the tensors of calls: the one given at construction, or else the current GPU, or the CPU."""
+        here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
 
     def _make(self) -> None:
         """Prepares for the current world and device. Collective."""
@@ -255,6 +257,25 @@ class Module(torch.nn.Module):
         self._choices = tuple(SizeChoice(problem, None) for problem in prepared_for)
         return prepared_for, deployed
 
+    def _tune(self, problems: Sequence[Problem], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
+        """Prepares the config of each problem, and baselines. `notes` are messages for the user. Collective."""
+        pairs: list[tuple[Any, Config | None]] = list(zip(problems, configs, strict=True))
+        requested: list[tuple[Problem, Config]] = [(problem, config) for problem, config in pairs if config]
+        requested += self._baselines(pairs, hardware)
+        operators = self._operators(list(dict.fromkeys(requested)), hardware, notes)
+        self._store(operators, notes)
+        made = {(operator.problem, operator.config) for operator in operators}
+        self._choices = tuple(SizeChoice(problem, config if (problem, config) in made else None) for problem, config in pairs)
+        self._warn(notes)
+
+    def _baselines(self, pairs: list[tuple[P, Config | None]], hardware: Hardware) -> list[tuple[P, Config]]:  # noqa: ARG002
+        """Bulk-synchronous configs to prepare beside those that the ranks agreed on."""
+        return []
+
+    def _store(self, operators: list[Kernel[Any]], notes: list[str]) -> None:
+        """Stores the prepared operators for calls. Raises UsageError where the module cannot work without a missing one."""
+        raise NotImplementedError
+
     def _operators(self, requested: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Kernel[Any]]:
         """The operators of `requested` that can be prepared; `notes` name the others. Collective."""
         assert self._world is not None
@@ -268,6 +289,19 @@ class Module(torch.nn.Module):
         self._prepared = Prepared(self._world, hardware, requested, self._rehearsals)
         notes += self._prepared.notes
         return [operator for operator in self._prepared.operators if operator]
+
+    def _with_additions(self, kernels: list[Kernel[Any]]) -> list[Kernel[Any]]:
+        """Also compiles kernels that add for calls with both addends: a rank must not compile while its peers wait for it."""
+        for kernel in kernels:
+            if getattr(kernel, "ADDS", False):
+                assert self._world is not None
+                what = f"compile {kernel.config} for {kernel.problem.key}, with bias and residual"
+                with together(self._world, what), kernel.context.rehearsal():
+                    for smaller, tensors in self._rehearsals(kernel.problem):
+                        out = tensors[-1]
+                        if fit := kernel.fitted(smaller):
+                            fit(*tensors, bias=out.new_empty(out.shape[-1:]), residual=torch.empty_like(out))
+        return kernels
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         """One call for every kind of size for which the operator of `problem` may compile a kernel."""
@@ -394,6 +428,14 @@ def require_current(device: torch.device) -> None:
             f"the module is for {device} and the current device is cuda:{groups.current_device()}; they must be the same: "
             "call torch.cuda.set_device first"
         )
+
+
+def baseline_of_greatest(pairs: list[tuple[P, Config | None]], hardware: Hardware) -> list[tuple[P, Config]]:
+    """On GPUs the bulk-synchronous config of the greatest problem."""
+    from autotax.spaces import space_for
+
+    problem, _ = pairs[-1]
+    return [(problem, space_for(problem, hardware).default("bsp"))] if hardware.on_gpu else []
 
 
 def nothing(*_: Any) -> None:

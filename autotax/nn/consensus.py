@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import torch
@@ -15,10 +17,17 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.core.settings import is_on
+from autotax.db.records import Place
 from autotax.hardware import Hardware
 from autotax.heap.collective_errors import all_or_none, by_rank
 from autotax.heap.world import World
+from autotax.nn.groups import capturing
+from autotax.software import environment
 
+if TYPE_CHECKING:
+    from autotax.db.reproof import Bound
+
+log = logging.getLogger("autotax")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -50,7 +59,7 @@ def configs_for(
 ) -> tuple[list[Config | None], list[str]]:
     """For each problem the config that all ranks have for it, or None for the fallback; and messages for the user.
 
-    `prove`: have stale winners proven first, see nn.proving. `counted`: a problem without a
+    `prove`: have stale winners proven first, see prove_first. `counted`: a problem without a
     winner is a miss. Collective. Raises UsageError on every rank if a rank cannot read its database, or if `config` is not
     valid.
     """
@@ -86,9 +95,9 @@ INVARIANT_VARIABLES = ("VLLM_BATCH_INVARIANT", "SGLANG_ENABLE_DETERMINISTIC_INFE
 """Variables of serving engines that ask for results that no batch changes."""
 
 
-def wants_invariance(given: bool | None) -> bool:
+def wants_invariance(requested: bool | None) -> bool:
     """Whether rows must not depend on how many there are: as given, else as a serving engine's variable asks."""
-    return any(map(is_on, INVARIANT_VARIABLES)) if given is None else given
+    return any(map(is_on, INVARIANT_VARIABLES)) if requested is None else requested
 
 
 def invariant_config(
@@ -151,45 +160,58 @@ def prove_first(
     hardware: Hardware,
     conditions: Conditions,
     db: str | Path | None,
-    limit: bool | float,
+    prove: bool | float,
 ) -> str:
     """Proves stale winners of these problems, in bounded time. Returns the same text on all ranks: why some stay unproven, or "".
 
-    The ranks look up again afterwards. `limit` is the same on all ranks. Collective. Raises UsageError, on all ranks alike, if
-    `limit` is no time.
+    The ranks look up again afterwards. `prove` is the same on all ranks; see reproof.bound_of. Collective, except while a graph
+    is captured: nothing is proven then. Raises UsageError, on all ranks alike, if `prove` is no time.
     """
     from autotax.db import lookup, reproof  # opens no database before a look-up does
 
-    seconds = all_or_none(world, lambda: reproof.seconds_of(limit))
-    mine = all_or_none(world, lambda: bool(reproof.stale(problems, hardware, conditions, db)))
-    states = world.gather((mine, f"autotax/proven/{uuid4()}"), tuple[bool, str])
-    if not any(needed for needed, _ in states):
+    if prove is False or capturing(world.device):
         return ""
+    here = Place(hardware, environment(hardware.backend), conditions)
+
+    def mine() -> tuple[reproof.Bound | None, bool, str]:
+        bound = reproof.bound_of(prove)
+        outdated, failures = reproof.stale(problems, here, db) if bound else ({}, {})
+        return bound, bool(outdated), reproof.listed(failures)
+
+    bound, needed, note = all_or_none(world, mine)
+    states = world.gather((needed, f"autotax/proven/{uuid4()}", note), tuple[bool, str, str])
+    if not any(needed for needed, _, _ in states):
+        return next(filter(None, (note for *_, note in states)), "")
     # Waiting in an NCCL collective would keep the GPUs busy that the proof measures.
     store, done = dist.distributed_c10d._get_default_store(), states[0][1]
-    note = ""
     if world.rank == 0:
         try:
             world.synchronize()
-            note = _proven(problems, hardware, conditions, db, seconds)
+            note = _proven(problems, here, db, bound) or note
         finally:
             store.set(done, "1")
     else:
-        note = _wait(store, done, seconds + reproof.GRACE_S + SLACK_S)
+        longest = bound.whole(len(problems)) if bound else 0.0
+        note = _wait(store, done, longest + reproof.GRACE_S + SLACK_S) or note
+    reproof.forget()
     lookup.reload()
     return next(filter(None, world.gather(note, str)), "")
 
 
-def _proven(
-    problems: Sequence[Problem], hardware: Hardware, conditions: Conditions, db: str | Path | None, seconds: float
-) -> str:
-    """Runs `prove`. A failure becomes a note, and the module is bulk-synchronous."""
-    from autotax.db.reproof import prove
+def _proven(problems: Sequence[Problem], here: Place, db: str | Path | None, bound: Bound | None) -> str:
+    """Runs `prove` and logs what was proven. A failure becomes a note, and the module is bulk-synchronous."""
+    from autotax.db import reproof
 
+    started = time.monotonic()
     try:
-        return prove(problems, hardware, conditions, db, seconds)
+        proof = reproof.prove(problems, here, db, bound) if bound else None
     except Exception as error:
         return f"stale winners could not be proven ({type(error).__name__}: {error})"
+    if proof is None:
+        return ""
+    # A warning, because servers show no other lines of loggers that are not theirs.
+    log.warning("autotax: %s, in %.0f s", proof, time.monotonic() - started)
+    return reproof.listed(proof.unproven)
 
 
 def _wait(store: dist.Store, key: str, seconds: float) -> str:

@@ -6,6 +6,7 @@ The operators of recorded calls have a backward, which torch.compile also uses.
 With y = gather(x) @ W.T the gradient of x is reduce_scatter(dy @ W), and that of W is dy.T @ gather(x).
 With y = reduce_scatter(x @ W.T) they are gather(dy) @ W and gather(dy).T @ x.
 So each layer's backward for x is a call of a layer of the other kind, its `gradient`.
+The backward of gather + attention is the vendor's, part by part, on K and V that it gathers again.
 
 The gradients are those of the sum of all ranks' losses, unless all ranks have the same output: see LinearAllReduce.
 """
@@ -289,6 +290,53 @@ def _reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return dx, d_weight, None, d_bias, _of_residual(ctx, dy)
 
 
+# Gather + attention.
+
+
+def _gather_attention(q: Tensor, k: Tensor, v: Tensor, module: int) -> Tensor:
+    result: Tensor = module_of(module).run(q, k, v)
+    return result
+
+
+def _gather_attention_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, module: int) -> None:
+    module_of(module).run(q, k, v, out)
+
+
+def _attention_recorded(q: Tensor, k: Tensor, v: Tensor, module: int) -> tuple[Tensor, Tensor]:
+    recorded_call: tuple[Tensor, Tensor] = module_of(module).run_recorded(q, k, v)
+    return recorded_call
+
+
+def _attention_gradients(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, module: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients: tuple[Tensor, Tensor, Tensor] = module_of(module).gradients(d_o, q, k, v, o, lse)
+    return gradients
+
+
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor, module: int) -> Tensor:  # noqa: ARG001
+    return q.new_empty(q.shape)
+
+
+def _fake_attention_recorded(q: Tensor, k: Tensor, v: Tensor, module: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+
+
+def _fake_attention_gradients(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.module = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _attention_backward(ctx: Any, d_o: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    with _once(d_o):
+        return *torch.ops.autotax.gather_attention_gradients(d_o, *ctx.saved_tensors, ctx.module), None
+
+
 # Collectives of a backward.
 
 
@@ -331,6 +379,7 @@ def _fake_same(x: Tensor, module: int) -> Tensor:  # noqa: ARG001
 Rules = tuple[Callable[..., Any], Callable[..., Any]]
 _MORE = "Tensor? table=None, Tensor? starts=None, Tensor? scales=None, Tensor? sinks=None"
 _TWO = "(Tensor x, Tensor weight, int module, Tensor? bias, Tensor? residual) -> Tensor"
+_THREE = "(Tensor q, Tensor k, Tensor v, int module)"
 _ONE = "(Tensor x, int module) -> Tensor"
 _GATHERED = "(Tensor x, Tensor weight, int module) -> (Tensor, Tensor)"
 _KEPT = "(Tensor x, Tensor weight, int module, bool keep) -> (Tensor, Tensor)"
@@ -396,6 +445,21 @@ _OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any], Rules | Non
     (f"all_gather_linear_recorded{_KEPT}", _quietly(_gather), _fake_gather, (_gather_backward, _save_gather)),
     (f"linear_reduce_scatter_recorded{_TWO}", _quietly(_scatter), _fake_scatter, (_scatter_backward, _save_both)),
     (f"linear_all_reduce_recorded{_TWO}", _quietly(_scatter), _fake_scatter, (_reduce_backward, _save_both)),
+    (f"gather_attention{_THREE} -> Tensor", _gather_attention, _fake_attention, None),
+    (f"gather_attention_out{_THREE.replace('int', 'Tensor(a!) out, int')} -> ()", _gather_attention_out, _fake_nothing, None),
+    (
+        f"gather_attention_recorded{_THREE} -> (Tensor, Tensor)",
+        _quietly(_attention_recorded),
+        _fake_attention_recorded,
+        (_attention_backward, _save_attention),
+    ),
+    (
+        "gather_attention_gradients(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, int module) "
+        "-> (Tensor, Tensor, Tensor)",
+        _attention_gradients,
+        _fake_attention_gradients,
+        None,
+    ),
     (f"all_gather_rows{_ONE}", _quietly(_all_gather_rows), _fake_all_gather_rows, None),
     (f"own_rows_of_sum{_ONE}", _quietly(_own_rows_of_sum), _fake_own_rows_of_sum, None),
     (f"sum_over_ranks{_ONE}", _quietly(_sum_over_ranks), _fake_same, None),

@@ -18,7 +18,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
-from autotax.heap.collective_errors import together
+from autotax.heap.world import World
 from autotax.nn.base import NO_BACKWARD, NO_OUT, Group, Unknown, increment_version
 from autotax.nn.fallback import PlainLinear, PlainRowLinear, all_gather
 from autotax.nn.groups import on_device
@@ -61,8 +61,9 @@ class AllGatherLinear(ParallelLinear):
       for x, which is GEMM + Reduce-Scatter.
     - `like`: another layer whose group, sizes, configs and workspaces this one shares; only `weight` and `bias` are used
       then, and construction is not collective. For layers of equal shapes whose calls follow each other on one stream.
-    - `prove`: before look-ups, prove winners again that are stale only in software, by separate processes on the same GPUs. True,
-      or the time limit in seconds (True: 60). Proven winners are stored.
+    - `prove`: before look-ups, prove winners again that are stale only in software, by separate processes on the same GPUs. The
+      outcome is stored, so it happens once. Give the limit in seconds, or True: $AUTOTAX_PROVE_S seconds (10) for each size, and
+      30 to start.
     - `batch_invariant`: one config for all sizes, whose rows have the same bits whatever their number; calls are never
       bulk-synchronous. Needs several ranks. Default: whether VLLM_BATCH_INVARIANT or SGLANG_ENABLE_DETERMINISTIC_INFERENCE is on.
     - `check`: compare each call with those of the other ranks, which then wait for one another; default: AUTOTAX_CHECK=1 in
@@ -374,18 +375,8 @@ class RowParallelLinear(ParallelLinear):
         return call if call is self._plain or getattr(call, "ADDS", False) else adding_behind(call)
 
     def _operators(self, requested: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Any]:
-        """Also compiles kernels for calls that add: a rank must not compile while its peers wait for it."""
-        kernels = super()._operators(requested, hardware, notes)
-        for kernel in kernels:
-            if getattr(kernel, "ADDS", False):
-                assert self._world is not None
-                what = f"compile {kernel.config} for {kernel.problem.key}, with bias and residual"
-                with together(self._world, what), kernel.context.rehearsal():
-                    for smaller, (x, weight, out) in self._rehearsals(kernel.problem):
-                        fit = kernel.fitted(smaller)
-                        if fit:
-                            fit(x, weight, out, out.new_empty(out.shape[-1:]), torch.empty_like(out))
-        return kernels
+        """Also compiles kernels for calls that add."""
+        return self._with_additions(super()._operators(requested, hardware, notes))
 
     def _problem_of(self, m: int, n: int, k: int, dtype: str, ranks: int) -> GemmReduceScatter:
         return GemmReduceScatter(m, n, k, dtype, self.OUTPUT, ranks, self._layout)
@@ -476,38 +467,10 @@ class LinearAllReduce(RowParallelLinear):
             us = []
             for apart in (True, False):
                 self._apart = {rows: apart}
-                us.append(self._microseconds(lambda: self.normed(x, weight, residual, scale)))  # noqa: B023
+                us.append(least_microseconds(self._world, self._device, lambda: self.normed(x, weight, residual, scale)))  # noqa: B023
             slowest = [max(times) for times in zip(*self._world.gather(us, list[float]), strict=True)]
             found[rows] = slowest[0] <= slowest[1]
         return found
-
-    @torch.no_grad()
-    def _microseconds(self, call: Callable[[], object]) -> float:
-        """The time of a call on this rank: the least of REPEATED samples of as many calls, replays of a graph. On CPUs of one."""
-        world, least, on_gpu = self._world, math.inf, self._device.type == "cuda"
-        repeated = REPEATED if on_gpu else 1
-        assert world is not None
-
-        def sample() -> None:
-            for _ in range(repeated):
-                call()
-
-        run: Callable[[], object] = sample
-        sample()
-        if on_gpu:
-            world.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                sample()
-            run = graph.replay
-        for _ in range(repeated):
-            world.synchronize()
-            world.barrier()
-            started = time.perf_counter()
-            run()
-            world.synchronize()
-            least = min(least, time.perf_counter() - started)
-        return least / repeated * 1e6
 
     def shape_of(self, x: torch.Size, columns: int) -> tuple[int, ...]:
         return *x[:-1], columns
@@ -530,3 +493,34 @@ def adding_behind(call: Call) -> Call:
                 out.add_(added)
 
     return run
+
+
+@torch.no_grad()
+def least_microseconds(world: World, device: torch.device, call: Callable[[], object]) -> float:
+    """The time of a call on this rank: the least of REPEATED samples of as many calls, replays of a graph. On CPUs of one.
+
+    Collective.
+    """
+    least, on_gpu = math.inf, device.type == "cuda"
+    repeated = REPEATED if on_gpu else 1
+
+    def sample() -> None:
+        for _ in range(repeated):
+            call()
+
+    run: Callable[[], object] = sample
+    sample()
+    if on_gpu:
+        world.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            sample()
+        run = graph.replay
+    for _ in range(repeated):
+        world.synchronize()
+        world.barrier()
+        started = time.perf_counter()
+        run()
+        world.synchronize()
+        least = min(least, time.perf_counter() - started)
+    return least / repeated * 1e6

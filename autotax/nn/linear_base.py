@@ -19,7 +19,7 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.hardware import Hardware, detect
+from autotax.hardware import detect
 from autotax.nn import custom_ops, groups  # noqa: F401 - custom_ops registers torch.ops.autotax.*
 from autotax.nn.base import NO_OUT, Group, Module, SizeChoice, Unknown, increment_version, nothing, remember, sizes_up_to
 from autotax.nn.consensus import DTYPES, configs_for, invariant_config, wants_invariance
@@ -28,9 +28,9 @@ from autotax.nn.tensor_checks import (
     FREED,
     PLAIN,
     VECTOR_BYTES,
+    Accepted,
     addend,
     aligned,
-    ordinal_of,
     plain,
     recorded,
     require_apart,
@@ -44,8 +44,12 @@ from autotax.nn.tensor_checks import (
 Call = Callable[..., Any]
 """A function of x, weight and out, and also of bias and residual in a layer whose kernels add them."""
 ELSEWHERE: Any = object()
-Known = tuple[Call, tuple[int, ...], tuple[int, int, int, int]]
-"""The call for a shape of x, the shape of its result, and the bytes of x, the weight, the result and a row of the result."""
+Spans = tuple[int, int, int, int]
+"""The bytes of x, the weight, the result and a row of the result."""
+Kinds = tuple[Accepted, Accepted, Accepted, Accepted]
+"""Tensors that calls accept as they are: x with the weight, `out`, the bias, the residual."""
+Known = tuple[Call, tuple[int, ...], tuple[Spans, Kinds]]
+"""The call for a shape of x, the shape of its result, and for the checks of a call its spans and kinds."""
 NOWHERE = -(1 << 62)
 """An address far from every tensor."""
 LAYOUTS = ("nk", "kn")
@@ -72,8 +76,6 @@ class ParallelLinear(Module):
     _features: tuple[int, int]
     """Elements of a row of x, and columns of the result."""
     _known: dict[torch.Size, Known]
-    _usual: tuple[Any, int, tuple[int, ...]]
-    """The values that each call reads: type and `ordinal_of` the device of all tensors, and the shape of the weight."""
     _made: dict[int, Any]
     """Kernels by the rows of x for which they were prepared."""
     _most: int
@@ -196,14 +198,15 @@ class ParallelLinear(Module):
         problems, deployed = self._agreed(lambda: self._problems(self.weight, ranks, max_m, sizes, once=once), conditions)
         weight = plain("weight", self.weight.detach())
         self._shape, self._dtype, self._features = tuple(weight.shape), weight.dtype, self.sides_of(weight)
-        self._usual = self._dtype, ordinal_of(self._device), self._shape
         self._most, _ = self._rows_of(problems[-1])
         self._plain = self._bulk_synchronous(self._most, weight)
         if world is not None:
             hardware = detect(world.backend)
             if self._invariant:
                 config = invariant_config(world, problems[-1], hardware, deployed, self._db, config)
-            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
+            configs, notes = configs_for(world, problems, hardware, deployed, self._db, config, self._prove)
+            tuned = [chosen if chosen and chosen.variant != "bsp" else None for chosen in configs]
+            self._tune(problems, hardware, tuned, notes)
 
     def sides_of(self, weight: Tensor) -> tuple[int, int]:
         """Elements of a row of x, and columns of the result."""
@@ -226,18 +229,10 @@ class ParallelLinear(Module):
         requested = sizes_up_to(most, unit, [most] if once else sizes)
         return [self._problem_of(m, n, k, DTYPES[weight.dtype], ranks) for m in requested]
 
-    def _tune(self, problems: list[Any], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
-        """Prepares the tuned config of each size; `notes` are messages for the user. Collective."""
-        requested: list[tuple[Problem, Config]] = [
-            (problem, chosen) for problem, chosen in zip(problems, configs, strict=True) if chosen and chosen.variant != "bsp"
-        ]
-        made = {self._rows_of(kernel.problem)[0]: kernel for kernel in self._operators(requested, hardware, notes)}
-        self._made = made
-        ran = {rows: kernel.config for rows, kernel in made.items()}
-        self._choices = tuple(SizeChoice(problem, ran.get(self._rows_of(problem)[0])) for problem in problems)
-        if self._invariant and not made:
+    def _store(self, operators: list[Any], notes: list[str]) -> None:
+        self._made = {self._rows_of(kernel.problem)[0]: kernel for kernel in operators}
+        if self._invariant and not operators:
             raise UsageError(f"batch_invariant is set, and bulk-synchronous is not: {'; '.join(notes)}")
-        self._warn(notes)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         from autotax.nn.prepare import one_of_each_kind, special
@@ -279,7 +274,6 @@ class ParallelLinear(Module):
             "_shape": (0, 0),
             "_features": (0, 0),
             "_dtype": torch.float32,
-            "_usual": (None, -1, ()),
             "_known": {},
             "_made": {},
             "_most": 0,
@@ -335,74 +329,65 @@ class ParallelLinear(Module):
         if check:
             self._compare(partial(self._described, x, weight, out, bias))  # closure variables would slow every call down
         try:
-            # One expression tests for all faults, the cheapest first. `_checked` then finds the fault, or handles a new shape.
+            # One expression accepts almost every call. For the others `_checked` finds the fault, or adds a kind of tensors.
             entry = state["_known"].get(x.shape)
-            dtype, ordinal, weight_shape = state["_usual"]
             if (
                 entry
                 and x.__class__ is Tensor
                 and weight.__class__ in PLAIN
-                and weight.shape == weight_shape
-                and x.dtype is weight.dtype is dtype
-                and x.get_device() == weight.get_device() == ordinal
-                and x.is_contiguous()
-                and weight.is_contiguous()
                 and (start := x.data_ptr()) > FREED < (weight_start := weight.data_ptr())
                 and not (start | weight_start) % VECTOR_BYTES
-                and not x.is_neg()
-                and not weight.is_neg()
+                and not weight.is_nested
+                and ((inputs := entry[2][1][0]).first(x, weight) or inputs.second(x, weight))
             ):
-                call, shape, spans = entry
+                call, shape, (spans, accepted) = entry
             else:
-                x, weight, (call, shape, spans) = self._checked(x, weight, out)
-                dtype, ordinal, _ = state["_usual"]  # the call may have prepared the module, which sets `_usual`
-                calls = state["_guards"][0]
+                x, weight, (call, shape, (spans, accepted)) = self._checked(x, weight, out)
+                calls = state["_guards"][0]  # the call may have prepared the module, which sets `_guards`
                 start, weight_start = x.data_ptr(), weight.data_ptr()
             size, weight_size, out_size, row_size = spans
             if out is None:
                 out, out_start = x.new_empty(*shape), NOWHERE
             else:
+                kinds = accepted[1]
                 if not (
                     out.__class__ is Tensor
-                    and out.shape == shape
-                    and out.dtype is dtype
-                    and out.get_device() == ordinal
-                    and out.is_contiguous()
                     and (out_start := out.data_ptr()) > FREED
                     and not out_start % VECTOR_BYTES
-                    and not out.is_neg()
+                    and not out.is_nested
+                    and (kinds.first(out) or kinds.second(out))
                     and not -out_size < out_start - start < size
                     and not -out_size < out_start - weight_start < weight_size
                 ):
-                    require_tensor("out", out, shape, dtype, x.device)
+                    require_tensor("out", out, shape, x.dtype, x.device)
                     require_apart("out", out, x=x, weight=weight)
+                    kinds.add(out)
+                    out_start = out.data_ptr()
                 increment_version((out,))
             if bias is not None and not (
                 bias.__class__ in PLAIN
-                and bias.shape == shape[-1:]
-                and bias.dtype is dtype
-                and bias.get_device() == ordinal
-                and bias.is_contiguous()
                 and (bias_start := bias.data_ptr()) > FREED
-                and not bias.is_neg()
+                and not bias.is_nested
+                and (accepted[2].first(bias) or accepted[2].second(bias))
                 and not -out_size < out_start - bias_start < row_size
             ):
-                bias = addend("bias", bias, shape[-1:], x)
+                original, bias = bias, addend("bias", bias, shape[-1:], x)
                 require_apart("out", out, bias=bias)
+                if bias is original:
+                    accepted[2].add(bias)
             if residual is not None and not (
                 residual.__class__ in PLAIN
-                and residual.shape == shape
-                and residual.dtype is dtype
-                and residual.get_device() == ordinal
-                and residual.is_contiguous()
                 and (residual_start := residual.data_ptr()) > FREED
                 and not residual_start % VECTOR_BYTES
-                and not residual.is_neg()
+                and not residual.is_nested
+                and (accepted[3].first(residual) or accepted[3].second(residual))
                 and not -out_size < out_start - residual_start < out_size
             ):
-                residual = addend("residual", residual, shape, x)
+                original, residual = residual, addend("residual", residual, shape, x)
                 require_apart("out", out, residual=residual)
                 residual = aligned(residual)
+                if residual is original:
+                    accepted[3].add(residual)
         except RuntimeError as error:
             tensors = resolved(error, x=x, weight=weight, out=out, bias=bias, residual=residual)
             return self.run(*tensors)
@@ -437,6 +422,7 @@ class ParallelLinear(Module):
         """
         self._ensure_ready()
         dtype, device = self._dtype, self._device
+        original_x, original_weight = x, weight
         x, weight = small("x", x, dtype, device), plain("weight", weight)
         rows = math.prod(x.shape[:-1]) if x.dim() else 0
         k = self._features[0]
@@ -446,9 +432,15 @@ class ParallelLinear(Module):
         if out is not None:
             require_tensor("out", out, shape, dtype, device)
             require_apart("out", out, x=x, weight=weight)
-        call = self._choose(rows) if rows else nothing
-        sizes = x.nbytes, weight.nbytes, math.prod(shape) * dtype.itemsize, shape[-1] * dtype.itemsize
-        return x, weight, remember(self._known, x.shape, (call if x.dim() == 2 else in_rows(call), shape, sizes))
+        entry = self._known.get(x.shape)
+        if not entry:
+            call = self._choose(rows) if rows else nothing
+            sizes = x.nbytes, weight.nbytes, math.prod(shape) * dtype.itemsize, shape[-1] * dtype.itemsize
+            kinds = Accepted(), Accepted(), Accepted(), Accepted()
+            entry = remember(self._known, x.shape, (call if x.dim() == 2 else in_rows(call), shape, (sizes, kinds)))
+        if x is original_x and weight is original_weight:
+            entry[2][1][0].add(x, weight)
+        return x, weight, entry
 
     def _choose(self, rows: int) -> Call:
         """The call for `rows` rows of x on this rank, chosen once for each shape of x. Raises UsageError for too many rows."""

@@ -24,14 +24,14 @@ from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,
 )
-from autotax.nn.base import Module, SizeChoice, increment_version, nothing, remember, sizes_up_to
+from autotax.nn.base import Module, baseline_of_greatest, increment_version, nothing, remember, sizes_up_to
 from autotax.nn.consensus import DTYPES, configs_for
 from autotax.nn.fallback import PlainMerge
 from autotax.nn.groups import on_device
 from autotax.nn.tensor_checks import (
     FREED,
     VECTOR_BYTES,
-    ordinal_of,
+    Accepted,
     plain,
     recorded,
     require_apart,
@@ -43,8 +43,11 @@ from autotax.nn.tensor_checks import (
 from autotax.operators.decode_merge import DecodeMerge as Shape
 
 Call = Callable[..., Any]
-Known = tuple[Call, int, torch.Size, torch.Size, int, int]
-"""The call for a shape of O, its query tokens, the shapes of the merged O and LSE, and the bytes of both O."""
+Known = tuple[Call, int, torch.Size, torch.Size, int, int, Accepted, Accepted]
+"""The call for a shape of O, its query tokens, and the shapes of the merged O and LSE.
+
+Then for the checks of a call: the bytes of both O, and the inputs and results that calls accept as they are.
+"""
 
 
 class DecodeMerge(Module):
@@ -70,8 +73,6 @@ class DecodeMerge(Module):
     _made: dict[int, list[Any]]
     _most: Shape
     _plain: PlainMerge
-    _usual: tuple[Any, int, dict[torch.Size, Known]]
-    """The values that each call reads: type and `ordinal_of` the device of O, and what is known of its shapes."""
     _unwanted: Tensor
     """Receives the merged LSE when the caller does not request it."""
 
@@ -108,12 +109,7 @@ class DecodeMerge(Module):
             "_most": None,
             "_plain": None,
             "_unwanted": None,
-            "_usual": (None, -1, {}),
         }
-
-    def _place(self) -> torch.device:
-        here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
 
     def _make(self) -> None:
         max_batch, heads, head_dim, output, base, conditions, config, sizes = self._asked
@@ -128,7 +124,6 @@ class DecodeMerge(Module):
 
         problems, deployed = self._agreed(problems_here, conditions)
         self._most = problems[-1]
-        self._usual = dtype, ordinal_of(self._device), self._known
         self._plain = PlainMerge(world, scatter=output == "head_scatter", base=base)
         self._unwanted = torch.empty(max_batch, self.out_heads, dtype=torch.float32, device=self._device)
         if world is not None:
@@ -141,20 +136,13 @@ class DecodeMerge(Module):
         _, heads, _, output, *_ = self._asked
         return heads // self.world_size if output == "head_scatter" else heads
 
-    def _tune(self, problems: list[Shape], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
-        from autotax.spaces import space_for
+    def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
+        """One bulk-synchronous kernel serves every size."""
+        return baseline_of_greatest(pairs, hardware)
 
-        requested: list[tuple[Problem, Config]] = []
-        for problem, chosen in zip(problems, configs, strict=True):
-            requested += [(problem, chosen)] if chosen else []
-        if hardware.on_gpu:  # one bulk-synchronous kernel serves every size
-            requested.append((problems[-1], space_for(problems[-1], hardware).default("bsp")))
-        for operator in self._operators(list(dict.fromkeys(requested)), hardware, notes):
+    def _store(self, operators: list[Any], notes: list[str]) -> None:  # noqa: ARG002
+        for operator in operators:
             self._made.setdefault(operator.problem.batch, []).append(operator)
-        made = {(operator.problem, operator.config) for operators in self._made.values() for operator in operators}
-        pairs = zip(problems, configs, strict=True)
-        self._choices = tuple(SizeChoice(problem, config if (problem, config) in made else None) for problem, config in pairs)
-        self._warn(notes)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         """Other numbers of tokens and other strides of LSE need no further compilation."""
@@ -221,48 +209,38 @@ class DecodeMerge(Module):
             self._record(o, lse, out, merged)
         if forward_ad._current_level >= 0:
             require_no_tangent(o, lse, out, merged)
-        calls, index, check = self._guards
+        state = self.__dict__
+        calls, index, check = state["_guards"]
         if index is not None and groups.current_device() != index:
             with on_device(index):
                 return self.run(o, lse, out, merged, seq_lens, query_start_loc, requested=requested)
         if check:
             self._compare(partial(self._described, o, lse, out, merged))  # closure variables would slow every call down
         try:
-            shape = o.shape
-            dtype, ordinal, shapes = self._usual
-            entry = shapes.get(shape)
-            # One expression tests for all faults, the cheapest first. `_checked` then finds the fault, or handles a new shape.
+            # One expression accepts almost every call. For the others `_checked` finds the fault, or adds a kind of tensors.
+            entry = state["_known"].get(o.shape)
             if not (
                 entry
                 and o.__class__ is lse.__class__ is Tensor
-                and lse.shape == shape[:-1]
-                and o.dtype is dtype
-                and lse.dtype is torch.float32
-                and o.get_device() == lse.get_device() == ordinal
-                and o.is_contiguous()
-                and (lse.dim() == 2 or lse.is_contiguous())
                 and (start := o.data_ptr()) > FREED < (lse_start := lse.data_ptr())
                 and not start % VECTOR_BYTES
-                and not (o.is_neg() or lse.is_neg())
+                and not lse.is_nested
+                and (entry[6].first(o, lse) or entry[6].second(o, lse))
             ):
                 o, lse, entry = self._checked(o, lse, out, merged)
                 start, lse_start = o.data_ptr(), lse.data_ptr()
-                dtype, ordinal, _ = self._usual  # the call may have prepared the module, which sets `_usual`
-                calls = self._guards[0]
+                calls = state["_guards"][0]  # the call may have prepared the module, which sets `_guards`
             held = None if seq_lens is None and query_start_loc is None else self._held(seq_lens, query_start_loc)
-            call, tokens, shape, lse_shape, size, out_size = entry
+            call, tokens, shape, lse_shape, size, out_size, _, kinds = entry
             if out is None:
                 out = o.new_empty(*shape)
             else:
                 if not (
                     out.__class__ is Tensor
-                    and out.shape == shape
-                    and out.dtype is dtype
-                    and out.get_device() == ordinal
-                    and out.is_contiguous()
                     and (out_start := out.data_ptr()) > FREED
                     and not out_start % VECTOR_BYTES
-                    and not out.is_neg()
+                    and not out.is_nested
+                    and (kinds.first(out) or kinds.second(out))
                     and not -out_size < out_start - start < size
                     and lse.is_contiguous()
                     and not -out_size < out_start - lse_start < lse.nbytes
@@ -270,6 +248,7 @@ class DecodeMerge(Module):
                 ):
                     require_tensor("out", out, shape, self._dtype, self._device)
                     require_apart("out", out, o=o, lse=lse, seq_lens=seq_lens, query_start_loc=query_start_loc)
+                    kinds.add(out)
                 increment_version((out,))
             if merged is not None:
                 require_tensor("merged_lse", merged, lse_shape, torch.float32, self._device)
@@ -325,6 +304,7 @@ class DecodeMerge(Module):
         """
         self._ensure_ready()
         most, dtype, device = self._most, self._dtype, self._device
+        original_o, original_lse = o, lse
         o, lse = small("o", o, dtype, device), plain("lse", lse)
         if lse.device == device and lse.dim() != 2:
             lse = lse.contiguous()
@@ -340,10 +320,15 @@ class DecodeMerge(Module):
         if merged is not None:
             require_tensor("merged_lse", merged, lse_shape, torch.float32, device)
             require_apart("merged_lse", merged, o=o, lse=lse, out=out)
-        tokens = before.numel()
-        call = (self._calls.get(tokens) or self._choose(tokens)) if tokens else nothing
-        sizes = o.nbytes, shape.numel() * dtype.itemsize
-        return o, lse, remember(self._known, o.shape, (call, tokens, shape, lse_shape, *sizes))
+        entry = self._known.get(o.shape)
+        if not entry:
+            tokens = before.numel()
+            call = (self._calls.get(tokens) or self._choose(tokens)) if tokens else nothing
+            sizes = o.nbytes, shape.numel() * dtype.itemsize
+            entry = remember(self._known, o.shape, (call, tokens, shape, lse_shape, *sizes, Accepted(), Accepted()))
+        if o is original_o and lse is original_lse:
+            entry[6].add(o, lse)
+        return o, lse, entry
 
     def _choose(self, tokens: int) -> Call:
         """The call for this number of query tokens, chosen once for each number."""

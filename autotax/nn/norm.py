@@ -25,7 +25,7 @@ from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,
 )
-from autotax.nn.base import Module, SizeChoice, increment_version, nothing, remember, sizes_up_to
+from autotax.nn.base import Module, baseline_of_greatest, increment_version, nothing, remember, sizes_up_to
 from autotax.nn.consensus import DTYPES, configs_for
 from autotax.nn.fallback import PlainNorm
 from autotax.nn.groups import on_device
@@ -106,10 +106,6 @@ class AllReduceNorm(Module):
         nothing_yet = dict.fromkeys(("_most", "_plain", "_alone"))
         return super()._blank() | nothing_yet | {"_calls": {}, "_known": {}, "_made": {}, "_ordinal": -1}
 
-    def _place(self) -> torch.device:
-        here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
-
     def _make(self) -> None:
         max_m, hidden, residual, quant, offset, conditions, config, sizes = self._asked
         world, dtype = self._world, self._dtype
@@ -130,21 +126,14 @@ class AllReduceNorm(Module):
             hardware = detect(world.backend)
             self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
 
-    def _tune(self, problems: list[Shape], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
-        from autotax.spaces import space_for
+    def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
+        """One bulk-synchronous kernel serves every size."""
+        return baseline_of_greatest(pairs, hardware)
 
-        requested: list[tuple[Problem, Config]] = [
-            (problem, chosen) for problem, chosen in zip(problems, configs, strict=True) if chosen
-        ]
-        if hardware.on_gpu:  # one bulk-synchronous kernel serves every size
-            requested.append((problems[-1], space_for(problems[-1], hardware).default("bsp")))
-        for operator in self._operators(list(dict.fromkeys(requested)), hardware, notes):
+    def _store(self, operators: list[Any], notes: list[str]) -> None:  # noqa: ARG002
+        for operator in operators:
             self._made.setdefault(operator.problem.m, []).append(operator)
         self._prepare_alone()
-        made = {(operator.problem, operator.config) for operators in self._made.values() for operator in operators}
-        pairs = zip(problems, configs, strict=True)
-        self._choices = tuple(SizeChoice(problem, config if (problem, config) in made else None) for problem, config in pairs)
-        self._warn(notes)
 
     def _prepare_alone(self) -> None:
         """Compiles the norm of rows that are sums already. Collective."""

@@ -24,6 +24,8 @@ from autotax.nn.watchdog import wait_s
 
 GPU_POLLS_PER_S = (1 << 29) / 600
 """The highest rate of polls; polls take longer when ranks share links."""
+MOST_POLLS = (2**31 - 1) // 4
+"""A kernel counts its polls in 31 bits, and some waits last four times as long as others (see Context.control)."""
 SPECIALIZED = 16
 """Triton compiles a kernel anew for an integer that is 1, is a multiple of this, or neither."""
 
@@ -61,7 +63,7 @@ class Prepared:
         """`rehearse` gives, for the problem of an operator, problems that fit it and tensors for a call of each."""
         self.notes: list[str] = []
         needs, self.heap = self._open(world, hardware, requested)
-        limit = int(wait_s() * (GPU_POLLS_PER_S if hardware.on_gpu else CPU_POLLS_PER_S))
+        limit = min(int(wait_s() * (GPU_POLLS_PER_S if hardware.on_gpu else CPU_POLLS_PER_S)), MOST_POLLS)
         context = Context(world, self.heap, hardware, limit)
         if hardware.on_gpu:
             fix_cache_keys()

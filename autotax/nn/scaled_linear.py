@@ -189,13 +189,13 @@ class ScaledLinear(Module):
             return
         hardware = detect(self._world.backend)
         configs, notes = configs_for(self._world, prepared_for, hardware, deployed, self._db, config, self._prove)
-        pairs: list[tuple[Problem, Config]] = [(each, some) for each, some in zip(prepared_for, configs, strict=True) if some]
-        kernels = self._operators(pairs, hardware, notes)
+        pairs: list[tuple[Problem, Config]] = [(size, some) for size, some in zip(prepared_for, configs, strict=True) if some]
+        kernels = self._with_additions(self._operators(pairs, hardware, notes))
         made = {key: kernel for (key, _), kernel in zip(pairs, self._prepared.operators if self._prepared else (), strict=False)}
-        self._kernels = {self._rows_of(each): made[each] for each in prepared_for if made.get(each) in kernels and made[each]}
+        self._kernels = {self._rows_of(size): made[size] for size in prepared_for if made.get(size) in kernels and made[size]}
         self._choices = tuple(
-            SizeChoice(each, chosen if self._rows_of(each) in self._kernels else None)
-            for each, chosen in zip(prepared_for, configs, strict=True)
+            SizeChoice(problem, chosen if self._rows_of(problem) in self._kernels else None)
+            for problem, chosen in zip(prepared_for, configs, strict=True)
         )
         self._warn(notes)
 

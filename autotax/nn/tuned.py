@@ -15,7 +15,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware, detect
-from autotax.nn.base import Module, SizeChoice, increment_version
+from autotax.nn.base import Module, increment_version
 from autotax.nn.consensus import configs_for, require_alike
 from autotax.nn.groups import capturing
 from autotax.nn.tensor_checks import plain, require_apart, require_no_tangent, require_tensor
@@ -39,7 +39,6 @@ class Tuned(Module):
     """
 
     _problems: tuple[Problem, ...]
-    _wanted_device: torch.device
     _asked: tuple[Conditions | None, Config | None]
     _kernels: dict[Problem, list[Any]]
     _calls: dict[Problem, tuple[Any, Call]]
@@ -58,21 +57,16 @@ class Tuned(Module):
     ) -> None:
         super().__init__(group, db, check, prove)
         self._problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        here = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        current = here.type == "cuda" and here.index is None
-        self._wanted_device = torch.device("cuda", torch.cuda.current_device()) if current else here
+        self._where = None if device is None else torch.device(device)
         self._asked = conditions, config
         self.prepare(group)
 
     def _blank(self) -> dict[str, Any]:
         return super()._blank() | {"_calls": {}, "_kernels": {}}
 
-    def _place(self) -> torch.device:
-        return self._wanted_device
-
     def _make(self) -> None:
         conditions, config = self._asked
-        problems, deployed = self._agreed(lambda: list(self._problems), conditions)
+        problems, deployed = self._agreed(self._prepared_for, conditions)
         world = self._world
         ranks = world.size if world else 1
         if not problems or world is None or any(problem.world_size != ranks for problem in problems):
@@ -82,22 +76,20 @@ class Tuned(Module):
         hardware = detect(world.backend)
         self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
 
-    def _tune(self, problems: list[Problem], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
-        """Prepares the tuned configs and the baseline. Collective."""
+    def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
         from autotax.spaces import space_for
 
-        expected: list[tuple[Problem, Config]] = []
-        for problem, chosen in zip(problems, configs, strict=True):
-            baseline = space_for(problem, hardware).default(registry.of(problem).baseline)
-            expected += [(problem, config) for config in dict.fromkeys((chosen, baseline)) if config]
-        for kernel in self._operators(expected, hardware, notes):
+        return [(problem, space_for(problem, hardware).default(registry.of(problem).baseline)) for problem, _ in pairs]
+
+    def _store(self, operators: list[Any], notes: list[str]) -> None:
+        for kernel in operators:
             self._kernels.setdefault(kernel.problem, []).append(kernel)
-        if missing := [problem.key for problem in problems if problem not in self._kernels]:
+        if missing := [problem.key for problem in self._prepared_for() if problem not in self._kernels]:
             raise UsageError(f"no kernel could be prepared for {', '.join(missing)} ({'; '.join(notes) or 'see above'})")
-        pairs = zip(problems, configs, strict=True)
-        made = {problem: [kernel.config for kernel in kernels] for problem, kernels in self._kernels.items()}
-        self._choices = tuple(SizeChoice(problem, chosen if chosen in made[problem] else None) for problem, chosen in pairs)
-        self._warn(notes)
+
+    def _prepared_for(self) -> list[Problem]:
+        """The problems to prepare. Raises UsageError."""
+        return list(self._problems)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         assert self._world is not None
@@ -107,29 +99,31 @@ class Tuned(Module):
     def forward(self, *inputs: Tensor, out: Tensor | None = None, problem: Problem | None = None) -> Tensor:
         """The output of one call, in `out` if that is given. Enqueues on the current stream of the module's device."""
         self._ensure_ready()
+        requested = problem or self._problems[0]
+        return self._call(*self._calls.get(requested) or self._choose(requested), inputs, out)
+
+    def _call(self, kernel: Any, like: Call, inputs: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
+        """Enqueues a call of a kernel, after a check that its tensors are as those of `like`."""
         if self._watchdog and self._guards[2] and not capturing(self._device):
             self._watchdog.look()
-        requested = problem or self._problems[0]
-        kernel, like = self._calls.get(requested) or self._choose(requested)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *([out] if out is not None else []))):
             self._record(*inputs, out)
         require_no_tangent(*inputs, out)
         if len(inputs) != len(like.tensors):
-            raise UsageError(f"{len(inputs)} inputs given; {requested.op} takes {len(like.tensors)}: give as many")
+            raise UsageError(f"{len(inputs)} inputs given; {kernel.problem.op} takes {len(like.tensors)}: give as many")
         inputs = tuple(plain(f"input {number}", tensor) for number, tensor in enumerate(inputs, 1))
         for number, (tensor, expected) in enumerate(zip(inputs, like.tensors, strict=True), 1):
             require_tensor(f"input {number}", tensor, tuple(expected.shape), expected.dtype, self._device)
-        if out is None:
-            out = torch.empty(like.out.shape, dtype=like.out.dtype, device=self._device)
-        else:
+        made = torch.empty(like.out.shape, dtype=like.out.dtype, device=self._device) if out is None else out
+        if out is not None:
             require_tensor("out", out, tuple(like.out.shape), like.out.dtype, self._device)
             require_apart("out", out, **{f"input {number}": tensor for number, tensor in enumerate(inputs, 1)})
             increment_version((out,))
         with self._guards[0]:
-            result = kernel(*inputs, out)
-        if result is not None and result is not out:
-            out.copy_(result)
-        return out
+            result = kernel(*inputs, made)
+        if result is None or result is made:
+            return made
+        return result if out is None else out.copy_(result)
 
     def _choose(self, problem: Problem) -> tuple[Any, Call]:
         """The kernel of a problem, and tensors without memory that have the shapes of a call. Host work, done once."""

@@ -21,8 +21,8 @@ from autotax.core.errors import MachineError, UsageError
 VARIABLE = "AUTOTAX_WAIT_S"
 DEFAULT_WAIT_S = 600.0
 """NCCL's default, in seconds. A rank of a model may be late, for instance while it loads or compiles."""
-LEAST_WAIT_S, MOST_WAIT_S = 1.0, 2400.0
-"""A kernel counts its polls in 31 bits."""
+LEAST_WAIT_S, MOST_WAIT_S = 1.0, 600.0
+"""See prepare.MOST_POLLS."""
 LOOK_S = 1.0
 NOTE = slice(4, 9)
 """The words of a control block that hold the note; the first is not zero once a wait has given up."""

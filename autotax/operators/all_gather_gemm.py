@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.errors import UsageError
 from autotax.core.problem import ITEM_SIZES, Problem, ceil_div, choice, ranks, size
-from autotax.hardware import has_iris
+from autotax.hardware import has_iris, links_us
 from autotax.operators import scaled
 from autotax.operators.declaration import Operator, Rates
-from autotax.operators.links import links_us
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,6 +50,7 @@ class AllGatherGemm(Problem):
     scales: str = scaled.scales_field()
     result: str = scaled.result_field()
     quantize: str = scaled.quantize_field()
+    operand: str = scaled.operand_field()
 
     op: ClassVar[str] = "all-gather-gemm"
 

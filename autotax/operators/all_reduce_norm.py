@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, choice, dtype, ranks, size
-from autotax.hardware import has_iris
+from autotax.hardware import has_iris, links_us
 from autotax.operators.declaration import Operator, Rates
-from autotax.operators.links import links_us
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -213,13 +212,32 @@ def _with_torch(problem: AllReduceNorm, hardware: Hardware) -> bool:
     return hardware.backend == "cuda" and problem.dtype != "fp16"
 
 
-def _with_flashinfer(problem: AllReduceNorm, hardware: Hardware) -> bool:
-    """Whether FlashInfer is installed and fuses this problem."""
-    fused = (problem.residual, problem.quant, problem.offset) == ("added", "none", 0) and problem.dtype != "fp32"
-    return hardware.backend == "cuda" and fused and importlib.util.find_spec("flashinfer") is not None
+def _installed(package: str, fuses: Callable[[AllReduceNorm], bool]) -> Callable[[AllReduceNorm, Hardware], bool]:
+    """Whether a package is installed and its kernel serves a problem."""
+
+    def serves(problem: AllReduceNorm, hardware: Hardware) -> bool:
+        return hardware.backend == "cuda" and fuses(problem) and importlib.util.find_spec(package) is not None
+
+    return serves
 
 
-operator.peer("flashinfer", f"{_KERNELS}.peers:FlashInfer", where=_with_flashinfer)
+def _whole(problem: AllReduceNorm) -> bool:
+    """Whether a residual is added, and y is not quantised."""
+    return (problem.residual, problem.quant) == ("added", "none")
+
+
+_OTHERS = {
+    "flashinfer": _installed(
+        "flashinfer", lambda problem: _whole(problem) and problem.offset == 0 and problem.dtype != "fp32"
+    ),
+    "vllm": _installed("vllm", lambda problem: problem.world_size in (2, 4, 6, 8)),
+    "sglang": _installed(
+        "sglang", lambda problem: _whole(problem) and problem.dtype == "bf16" and problem.hidden % 256 == 0
+    ),
+}
+operator.peer("flashinfer", f"{_KERNELS}.peers:FlashInfer", where=_OTHERS["flashinfer"])
+operator.peer("vllm", f"{_KERNELS}.engines:VllmSum", where=_OTHERS["vllm"])
+operator.peer("sglang", f"{_KERNELS}.engines:SglangPush", where=_OTHERS["sglang"])
 operator.peer("torch_one_shot", f"{_KERNELS}.peers:TorchOneShot", where=_with_torch, served=True)
 operator.peer("torch_two_shot", f"{_KERNELS}.peers:TorchTwoShot", where=_with_torch, served=True)
 

@@ -31,7 +31,7 @@ class Calls(Sequence[Call]):
     def __getitem__(self, rank: slice) -> list[Call]: ...
     def __getitem__(self, rank: int | slice) -> Call | list[Call]:
         if isinstance(rank, slice):
-            return [self[each] for each in range(*rank.indices(len(self)))]
+            return [self[index] for index in range(*rank.indices(len(self)))]
         if not 0 <= rank < len(self):
             raise IndexError(rank)
         return make_inputs(self.problem, self.seed, rank, self.device)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.problem import ITEM_SIZES, Problem, ceil_div, choice, ranks, size
-from autotax.hardware import has_iris
+from autotax.hardware import has_iris, links_us
 from autotax.operators import scaled
 from autotax.operators.declaration import Operator, Rates
-from autotax.operators.links import links_us
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,6 +48,7 @@ class GemmReduceScatter(Problem):
     scales: str = scaled.scales_field()
     result: str = scaled.result_field()
     quantize: str = scaled.quantize_field()
+    operand: str = scaled.operand_field()
 
     op: ClassVar[str] = "gemm-reduce-scatter"
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, dtype, ranks, size
+from autotax.hardware import links_us
 from autotax.operators.declaration import Operator, Rates
-from autotax.operators.links import links_us
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

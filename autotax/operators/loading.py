@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autotax.core.error_text import described, summary
-from autotax.core.errors import UsageError
+from autotax.core.errors import UsageError, described, summary
 
 GROUP = "autotax.operators"
 VARIABLE = "AUTOTAX_LOAD"

@@ -76,9 +76,9 @@ def variant_digest(op: str, variant: str) -> str:
     The digest of a peer covers the version of torch, which it calls. Falls back to `kernel_digest()` for an operator or variant
     that is not declared here.
     """
-    found = _find(op)
+    operator = _find(op)
     try:
-        declaration = found.implementation(variant) if found else None
+        declaration = operator.implementation(variant) if operator else None
     except UsageError:
         declaration = None
     if declaration is None or not has_source(declaration.module):

@@ -39,6 +39,10 @@ SCALES_OF = {"row": "row", "block": "block", "static": "tensor"}
 """The scales of A that each way of quantising makes or takes."""
 
 
+USUAL = {"scales": "none", "result": "bf16", "quantize": "none", "operand": "e4m3"}
+"""Fields of problems with other types than e4m3."""
+
+
 def scaled_dtype() -> Any:
     """The element type of A and B, e4m3 among them."""
     return dtype(allowed=(*WHOLE_TYPES, "e4m3"))
@@ -69,10 +73,17 @@ def quantize_field() -> Any:
     )
 
 
+def operand_field() -> Any:
+    """The type of A where B is e4m3."""
+    return choice(
+        "e4m3, or e5m2 for gradients: the type of A with dtype e4m3", ("e4m3", "e5m2"), default="e4m3", unnamed=True
+    )
+
+
 def check(problem: Any) -> None:
     """Raises UsageError for fields of e4m3 that contradict each other, and for sizes that products of e4m3 do not support."""
     if problem.dtype != "e4m3":
-        for name, usual in (("scales", "none"), ("result", "bf16"), ("quantize", "none")):
+        for name, usual in USUAL.items():
             if getattr(problem, name, usual) != usual:
                 value = getattr(problem, name)
                 raise UsageError(
@@ -88,6 +99,11 @@ def check(problem: Any) -> None:
                 f"{name} is {getattr(problem, name)} with dtype e4m3, scales {problem.scales}; it must be a multiple of {least}: "
                 f"pad {name} to {ceil_div(getattr(problem, name), least) * least}"
             )
+    if problem.operand != "e4m3" and (problem.quantize != "none" or problem.scales == "block"):
+        raise UsageError(
+            f"operand is {problem.operand!r} with scales {problem.scales}, quantize {problem.quantize}; it takes scales "
+            "tensor or row, and no quantize: leave --operand out"
+        )
     if problem.quantize != "none" and problem.scales != SCALES_OF[problem.quantize]:
         fitting = SCALES_OF[problem.quantize]
         raise UsageError(
@@ -99,7 +115,7 @@ def check(problem: Any) -> None:
 
 def as_words(problem: Any) -> Any:
     """The problem of 16 bits whose matrices have the bytes of this one: two codes are a word of the type of C."""
-    return replace(problem, k=problem.k // 2, dtype=problem.result, scales="none", result="bf16", quantize="none")
+    return replace(problem, k=problem.k // 2, dtype=problem.result, scales="none", result="bf16", quantize="none", operand="e4m3")
 
 
 def scales_bytes(problem: Any, rows: int) -> int:
@@ -124,6 +140,8 @@ def draw_operand(
     """Values e4m3 [rows, k] and their scales, of A or a `weight`. With `shared` the scale of a tensor is the same everywhere."""
     import torch
 
+    if not weight and problem.operand == "e5m2":
+        draw = replace(draw, dtype=torch.float8_e5m2)
     values = draw.normal(rows, problem.k, tensor=tensor)
     shape = scales_shape(problem.scales, rows, problem.k, weight=weight)
     if draw.device.type == "meta":
@@ -264,5 +282,4 @@ def has_deep_gemm(problem: Any, hardware: Hardware) -> bool:
 
 def brief(problem: Problem) -> dict[str, str]:
     """The fields of e4m3 that differ from their defaults, for `Problem.brief`."""
-    usual = {"scales": "none", "result": "bf16", "quantize": "none"}
-    return {name: getattr(problem, name) for name, value in usual.items() if getattr(problem, name, value) != value}
+    return {name: getattr(problem, name) for name, value in USUAL.items() if getattr(problem, name, value) != value}

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 from autotax.core.config import Config
 from autotax.core.files import a_home
-from autotax.db.records import TrialRecord, WinnerRecord
+from autotax.db.records import TrialRecord
 from autotax.report import formatting
 from autotax.report.formatting import faster, interval, microseconds, number, parameters, times
 from autotax.report.renderer import Renderer, Undrawn
@@ -44,7 +44,7 @@ ZEROS = ("x", "y", "x1", "x2", "y1", "y2", "cx", "cy")
 CIRCLE = re.compile(r"M([\d.]+),0A\1,\1,0,1,1,-\1,0A\1,\1,0,1,1,\1,0")
 
 
-def drawn(chart: Any, title: str, told: str, background: str | None = None) -> str:
+def drawn(chart: Any, title: str, label: str, background: str | None = None) -> str:
     """One `<svg>` element of a chart of Altair's. `title` and `told` are its name and its description for screen readers.
 
     `background` is for standalone pictures. Without it the picture is transparent.
@@ -59,7 +59,7 @@ def drawn(chart: Any, title: str, told: str, background: str | None = None) -> s
         root[0].set("y", "1em")
     root.set("role", "img")
     root.set("font-family", FONT)
-    for tag, text in (("desc", told), ("title", title)):
+    for tag, text in (("desc", label), ("title", title)):
         root.insert(0, _element(tag, text))
     if background:
         root.set("style", "color: #222222")
@@ -79,11 +79,11 @@ def _shrink(element: ElementTree.Element) -> None:
 
     An attribute that all children of a group share moves to the group.
     """
-    told = element.attrib.pop("aria-label", None)
+    label = element.attrib.pop("aria-label", None)
     for name in NEEDLESS:
         element.attrib.pop(name, None)
-    for name, usual in USUAL.items():
-        if element.get(name) == usual:
+    for name, default in USUAL.items():
+        if element.get(name) == default:
             del element.attrib[name]
     for name in PLACES:
         if name in element.attrib:
@@ -99,8 +99,8 @@ def _shrink(element: ElementTree.Element) -> None:
     for name in ZEROS:
         if element.get(name) == "0":
             del element.attrib[name]
-    if told and element.tag.endswith(("path", "circle")):
-        element.append(_element("title", told))
+    if label and element.tag.endswith(("path", "circle")):
+        element.append(_element("title", label))
     for name in INHERITED:
         common = {child.get(name) for child in element}
         if element.tag.endswith("}g") and len(common) == 1 and None not in common:
@@ -146,7 +146,8 @@ with a_home():  # Altair wants a home for its cache of data sets, which no chart
 WIDTH, ROW, SEARCH_HEIGHT, FAILED_ROW = 540, 22, 190, 16
 """Pixels: of all axes, of a row of a chart, of the trials of a search, of a status of failed trials."""
 SLOWEST = 7.0
-"""Trials that exceed the best by more than this, as a multiple of the best, are drawn at this limit."""
+"""Trials that exceed the best by more than this, as a multiple of the best, are drawn at this limit, as triangles."""
+SHAPES, CLAMPED, BEYOND = {False: "circle", True: "diamond"}, "triangle-up", ", beyond the scale"
 LAST = 0.05
 """The excess over the best that the scale shows at full width. Only trials below it have tooltips with parameters, which keeps
 pages small.
@@ -175,31 +176,44 @@ class Taxed:
     bsp: float
 
 
-def speedups(winners: Sequence[tuple[str, WinnerRecord]]) -> str:
-    """A row for each named winner: its speed-up over BSP with the confidence interval."""
+@dataclass(frozen=True)
+class Ratio:
+    """A named row of a chart of speed-ups: the speed-up over BSP, its interval, and the latencies of both in microseconds."""
+
+    name: str
+    variant: str
+    speedup: float
+    low: float
+    high: float
+    us: float | None
+    bsp_us: float | None
+
+
+def speedups(ratios: Sequence[Ratio]) -> str:
+    """A row for each config: its speed-up over BSP with the confidence interval."""
     rows: list[dict[str, Any]] = [
         {
-            "place": place, "ratio": winner.speedup, "low": winner.interval_low, "high": winner.interval_high,
-            "variant": winner.config.variant, "shown": times(winner.speedup),
-            "told": f"{name}, {winner.config.variant}: {microseconds(winner.latency_us)} us, {faster(winner.speedup)} "
-            f"{interval((winner.interval_low, winner.interval_high))}, which takes {microseconds(winner.baseline_us)} us",
+            "place": place, "ratio": row.speedup, "low": row.low, "high": row.high, "variant": row.variant,
+            "shown": times(row.speedup),
+            "told": f"{row.name}, {row.variant}: {microseconds(row.us)} us, {faster(row.speedup)} "
+            f"{interval((row.low, row.high))}, which takes {microseconds(row.bsp_us)} us",
         }
-        for place, (name, winner) in enumerate(winners)
+        for place, row in enumerate(ratios)
     ]  # fmt: skip
     low, high = min(0.95, *(row["low"] for row in rows)), max(1.1, *(row["high"] for row in rows))
     kind: Any = "linear" if high < STRAIGHT * low else "log"
     x = alt.X("ratio:Q", title="speed-up over BSP (times), with the 95 % interval")
     x = x.scale(type=kind, domain=[low, high + (high - low) * 0.08], nice=False).axis(orient="top", tickCount=8)
     colour = alt.Color("variant:N", title="variant").scale(**formatting.scale(row["variant"] for row in rows)).legend(_legend())
-    base = alt.Chart(_data(rows)).encode(y=_places([name for name, _ in winners]), color=colour)
+    base = alt.Chart(_data(rows)).encode(y=_places([row.name for row in ratios]), color=colour)
     bars = base.transform_calculate(ratio="datum.low").mark_rule(aria=False, strokeWidth=3, opacity=0.45).encode(x=x, x2="high:Q")
     dots = base.mark_point(filled=True, size=60, opacity=1).encode(x=x, description="told:N")
     said = base.transform_calculate(ratio="datum.high").mark_text(aria=False, align="left", dx=7)
     said = said.encode(x=x, text="shown:N", color=alt.value("currentColor"))
     bsp = alt.Chart(_data([{"ratio": 1.0}])).mark_rule(aria=False, color="currentColor", strokeWidth=2, opacity=0.6).encode(x=x)
     chart = alt.layer(bsp, bars, dots, said).properties(width=WIDTH, height=ROW * len(rows))
-    told = "A dot for each winner, a bar for its interval. The table below has the figures."
-    return drawn(chart, "Speed-up over BSP by problem", told)
+    label = "A dot for each config, a bar for its interval."
+    return drawn(chart, "Speed-up over BSP by problem", label)
 
 
 def taxed(calls: Sequence[Taxed]) -> list[str]:
@@ -223,8 +237,8 @@ def _taxed(calls: Sequence[Taxed]) -> str:
     for place, call in enumerate(calls):
         ends = [0.0, min(call.work, call.tuned, call.bsp), min(call.tuned, call.bsp), call.bsp]
         for part, first, last in zip(("work", "still paid", "won back"), ends, ends[1:], strict=False):
-            told = f"{call.name}, {part}: {microseconds(last - first)} us of {microseconds(call.bsp)}"
-            rows.append({"place": place, "part": part, "first": first, "last": last, "told": told})
+            label = f"{call.name}, {part}: {microseconds(last - first)} us of {microseconds(call.bsp)}"
+            rows.append({"place": place, "part": part, "first": first, "last": last, "told": label})
         totals.append({"place": place, "end": call.bsp, "shown": f"{microseconds(call.tuned)} of {microseconds(call.bsp)}"})
     shades = [formatting.WORK, formatting.STILL_PAID, formatting.WON_BACK]
     colours = {"domain": ["work", "still paid", "won back"], "range": shades}
@@ -237,8 +251,15 @@ def _taxed(calls: Sequence[Taxed]) -> str:
     )  # fmt: skip
     said = alt.Chart(_data(totals)).mark_text(aria=False, align="left", dx=5).encode(x="end:Q", y=y, text="shown:N")
     chart = alt.layer(bars, said).properties(width=WIDTH, height=ROW * len(calls))
-    told = "Each bar is one BSP call: work, what the tuned config still pays beyond it, and what it won back."
-    return drawn(chart, "Where the time of BSP calls goes, in microseconds", told)
+    label = "Each bar is one BSP call: work, what the tuned config still pays beyond it, and what it won back."
+    return drawn(chart, "Where the time of BSP calls goes, in microseconds", label)
+
+
+def first_search(trials: Sequence[TrialRecord]) -> str:
+    """The trials of the search of the first problem, or nothing."""
+    problem = next((trial.run.problem for trial in trials if trial.run), None)
+    shown = [trial for trial in trials if trial.run and trial.run.problem == problem and "stage" not in trial.conditions]
+    return search(shown) if shown else ""
 
 
 def search(trials: Sequence[TrialRecord]) -> str:
@@ -263,8 +284,8 @@ def search(trials: Sequence[TrialRecord]) -> str:
     chart = alt.vconcat(*parts, spacing=4).resolve_scale(color="shared")
     best = min((trial.latency_us or 0.0 for trial in timed.values()), default=None)
     tried = f"{number(len(trials), 'trial')}, {len(failed)} failed"
-    told = f"{tried}, the best {microseconds(best)} us. The table has the best of each."
-    return drawn(chart, "Latency of each trial, and the best so far", told)
+    label = f"{tried}, the best {microseconds(best)} us. The table has the best of each."
+    return drawn(chart, "Latency of each trial, and the best so far", label)
 
 
 def _timed(timed: Mapping[int, tuple[TrialRecord, float]], configs: Mapping[int, str], colour: alt.Color) -> Any:
@@ -273,22 +294,26 @@ def _timed(timed: Mapping[int, tuple[TrialRecord, float]], configs: Mapping[int,
     top = min(max(1.1 * (worst / best - 1.0), 2 * LAST), SLOWEST)
     rows, steps, so_far = [], [], math.inf
     for at, (trial, us) in timed.items():
-        told = f"{at}. {trial.status} {microseconds(us)} us: {configs[at] if us <= best * (1.0 + LAST) else trial.config.variant}"
+        config = configs[at] if us <= best * (1.0 + LAST) else trial.config.variant
+        label = f"{at}. {trial.status} {microseconds(us)} us: {config}"
         excess, so_far = min(us / best - 1.0, top), min(so_far, us)
-        rows.append({"trial": at, "excess": excess, "variant": trial.config.variant, "status": trial.status, "told": told})
+        clamped = us / best - 1.0 > top
+        rows.append({"trial": at, "excess": excess, "variant": trial.config.variant, "told": label + BEYOND * clamped})
+        rows[-1] |= {"pruned": trial.status == "pruned", "shape": CLAMPED if clamped else SHAPES[trial.status == "pruned"]}
         if us == so_far:
             steps.append({"trial": at, "excess": min(us / best - 1.0, top)})
     steps.append({"trial": len(configs), "excess": 0.0})
     over = "(datum.value ? ' us (+' + format(datum.value, '.0%') + ')' : ' us (best)')"
-    told = f"format({best!r} * (1 + datum.value), ',.4~r') + {over}"
+    label = f"format({best!r} * (1 + datum.value), ',.4~r') + {over}"
     y = alt.Y("excess:Q", title=None).scale(type="symlog", constant=FINEST, domain=[0, top], nice=False)
-    y = y.axis(values=[value for value in EXCESSES if value <= top], labelExpr=told)
+    y = y.axis(values=[value for value in EXCESSES if value <= top], labelExpr=label)
     x = _numbers(len(configs))
     last = alt.Chart(_data([{"excess": 0.0, "to": LAST}])).mark_rect(aria=False, opacity=0.08, color="currentColor")
     line = alt.Chart(_data(steps)).mark_line(aria=False, interpolate="step-after", color="currentColor", opacity=0.6)
     dots = alt.Chart(_data(rows)).encode(x=x, y=y, color=colour, description="told:N")
-    others = dots.transform_filter("datum.status != 'pruned'").mark_point(filled=True, size=32, opacity=1)
-    pruned = dots.transform_filter("datum.status == 'pruned'").mark_point(filled=False, shape="diamond", size=32, opacity=1)
+    dots = dots.encode(shape=alt.Shape("shape:N").scale(None))
+    others = dots.transform_filter("!datum.pruned").mark_point(filled=True, size=32, opacity=1)
+    pruned = dots.transform_filter("datum.pruned").mark_point(filled=False, size=32, opacity=1)
     chart = alt.layer(last.encode(y=y, y2="to:Q"), line.encode(x=x, y=y), pruned, others)
     return chart.properties(width=WIDTH, height=SEARCH_HEIGHT)
 
@@ -336,9 +361,9 @@ def _configs(trials: Sequence[TrialRecord]) -> list[str]:
     for trial in trials:
         for name, value in trial.config.params:
             values.setdefault((trial.config.variant, name), set()).add(value)
-    vary = {key for key, found in values.items() if len(found) > 1}
-    told = []
+    vary = {key for key, values_of_key in values.items() if len(values_of_key) > 1}
+    lines = []
     for trial in trials:
         chosen = {name: value for name, value in trial.config.params if (trial.config.variant, name) in vary}
-        told.append(f"{trial.config.variant} {parameters(Config.of(trial.config.variant, chosen))}".removesuffix(" -"))
-    return told
+        lines.append(f"{trial.config.variant} {parameters(Config.of(trial.config.variant, chosen))}".removesuffix(" -"))
+    return lines

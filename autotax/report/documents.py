@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.core.error_text import summary
+from autotax.core.errors import summary
 from autotax.core.problem import Problem
 from autotax.operators import registry
 from autotax.report.taxes import bound_of, bsp_us, known_us, taxes, tuned_us, won_back
@@ -49,7 +49,7 @@ def of_verdict(verdict: Verdict, db: str) -> Document:
 def of_comparison(comparison: Comparison) -> Document:
     """For `bound_us` see report.bounds; every row holds its samples, from which all figures can be computed again."""
     bound, us, peer = bound_of(comparison), tuned_us(comparison), comparison.peer
-    known = known_us(comparison) if bound else {}
+    bounds = known_us(comparison) if bound else {}
     return {
         "problem": comparison.problem.to_dict(),
         "hardware": comparison.hardware.to_dict(),
@@ -60,7 +60,7 @@ def of_comparison(comparison: Comparison) -> Document:
         "best_peer": peer.name if peer else None,
         "speedup_vs_best_peer": comparison.over_peer,
         "bound_us": bound.us if bound else None,
-        **{f"{name}_us": known.get(name) for name in registry.of(comparison.problem).bounds},
+        **{f"{name}_us": bounds.get(name) for name in registry.of(comparison.problem).bounds},
         "over_bound": us / bound.us if bound and us else None,
         "above_bound_us": us - bound.us if bound and us else None,
         "rows": [_row(row) for row in comparison.rows],
@@ -91,8 +91,8 @@ def of_answer(problem: Problem, answer: Answer) -> Document:
 
 def pinned(answer: Answer) -> str:
     """A config as Python, for `config=` of a module."""
-    given = ", ".join([repr(answer.variant), *(f"{name}={value!r}" for name, value in answer.params)])
-    return f"autotax.Config.of({given})"
+    arguments = ", ".join([repr(answer.variant), *(f"{name}={value!r}" for name, value in answer.params)])
+    return f"autotax.Config.of({arguments})"
 
 
 def of_winner(winner: WinnerRecord, stale: str) -> Document:
@@ -152,12 +152,12 @@ def flat_trial(trial: TrialRecord) -> Document:
     }
 
 
-def of_refreshed(found: Refreshed, db: str) -> Document:
+def of_refreshed(refreshed: Refreshed, db: str) -> Document:
     """The verdict, and the figures of the former winner."""
-    former = found.stale.winners[0]
-    return of_verdict(found.verdict, db) | {
-        "outcome": found.outcome,
-        "former": {**_config(former.config), "speedup": former.speedup, "stale": found.stale.why or None},
+    former = refreshed.stale.winners[0]
+    return of_verdict(refreshed.verdict, db) | {
+        "outcome": refreshed.outcome,
+        "former": {**_config(former.config), "speedup": former.speedup, "stale": refreshed.stale.why or None},
     }
 
 
@@ -179,7 +179,7 @@ def of_entries(entries: Sequence[Entry]) -> list[Document]:
 
 def of_import(outcomes: Sequence[MergeOutcome]) -> list[Document]:
     """The outcome for each winner of a file: `added`, `replaced` or `kept` (the one in the database), and why."""
-    return [{"outcome": each.what, "reason": each.reason or None, **_of_entry(each.entry)} for each in outcomes]
+    return [{"outcome": outcome.what, "reason": outcome.reason or None, **_of_entry(outcome.entry)} for outcome in outcomes]
 
 
 def of_report(path: Path, winners: int, trials: int, comparisons: int) -> Document:
@@ -190,8 +190,8 @@ def of_report(path: Path, winners: int, trials: int, comparisons: int) -> Docume
 def of_survey(surveyed: Sequence[Surveyed]) -> list[Document]:
     """For each kernel: bytes of shared memory of a program, registers and bytes of local memory of a thread."""
     return [
-        {**_config(each.config), "status": each.status, "error": each.error, "kernels": [asdict(k) for k in each.kernels]}
-        for each in surveyed
+        {**_config(config.config), "status": config.status, "error": config.error, "kernels": [asdict(k) for k in config.kernels]}
+        for config in surveyed
     ]
 
 
@@ -211,8 +211,8 @@ def _winner(verdict: Verdict, winner: Standing) -> Document:
 
 def _beside(measurement: Measurement) -> Document:
     """The 95 % interval of the median, and the latency of the same calls back to back."""
-    found = median_interval(measurement.rounds) if measurement.samples else None
-    return {"interval_us": found and [round(end, 4) for end in found], "back_to_back_us": measurement.back_to_back_us}
+    interval = median_interval(measurement.rounds) if measurement.samples else None
+    return {"interval_us": interval and [round(end, 4) for end in interval], "back_to_back_us": measurement.back_to_back_us}
 
 
 def _row(row: Row) -> Document:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain, cycle
+from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -14,7 +16,7 @@ from rich.text import Text
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.core.error_text import summary
+from autotax.core.errors import summary
 from autotax.core.problem import Problem
 from autotax.core.terminal import WIDEST, console
 from autotax.hardware import Hardware
@@ -23,7 +25,8 @@ from autotax.operators import operators
 BASELINE = "#808080"
 COLOURS = (
     "#1f7fd1", "#c46a00", "#d1437a", "#8a5cd6", "#7d8512", "#0d8fa3", "#d2452b", "#4d8f2a", "#b04fc4", "#a0622d", "#5570e0",
-    "#3b6e6a", "#93405f", "#6b5b3e", "#2f5f9e", "#9c7bb5", "#5c8f86", "#b58a5a", "#7a4a8c", "#a8505a",
+    "#9e24f0", "#b27db2", "#f024b3", "#9e575e", "#616b3b", "#f024f0", "#19a819", "#f0244d", "#1d7564", "#735da8", "#a8438a",
+    "#a88a5d", "#db7258", "#f0606e", "#1f9cd1", "#806c20", "#3c60f0", "#68946c", "#f02424", "#19a852", "#b61ec7",
 )  # fmt: skip
 WORK, STILL_PAID, WON_BACK = "#66809a", "#b5831a", "#12905c"
 """Parts of a bulk-synchronous call. No variant has these colours."""
@@ -39,15 +42,11 @@ def colour_of(variant: str) -> str:
 
 @cache
 def _declared(families: tuple[tuple[str, ...], ...]) -> dict[str, str]:
-    """Colours of the declared variants. Variants of one operator differ as long as there are enough colours; equal names of
-    several operators share a colour.
+    """Colours of the declared variants, all different as long as there are enough colours, for a page may show all operators.
+    Equal names of several operators share a colour.
     """
-    chosen = {"bsp": BASELINE}
-    for name in dict.fromkeys(name for family in families for name in family):
-        taken = {chosen[other] for family in families if name in family for other in family if other in chosen}
-        used = list(chosen.values())
-        chosen.setdefault(name, min(COLOURS, key=lambda colour: (colour in taken, used.count(colour))))
-    return chosen
+    names = [name for name in dict.fromkeys(chain.from_iterable(families)) if name != "bsp"]
+    return {"bsp": BASELINE, **dict(zip(names, cycle(COLOURS), strict=False))}
 
 
 def scale(variants: Iterable[str]) -> dict[str, list[str]]:
@@ -96,10 +95,10 @@ def unusual(conditions: Conditions, hardware: Hardware) -> str:
     return "" if conditions == Conditions.usual(hardware.on_gpu) else f"tuned for {deployed(conditions)}"
 
 
-def accounts(found: Mapping[str, float], hardware: Hardware) -> str:
+def accounts(parts: Mapping[str, float], hardware: Hardware) -> str:
     """Where the time of a run went: `Search 5 s, finals 9 s; ranks waited for the host 16 % of the time.`"""
-    seconds, search_s = found["seconds"], found["search_s"]
-    idle = f"{'GPUs' if hardware.on_gpu else 'ranks'} waited for the host {share(found['idle_share'])} of the time"
+    seconds, search_s = parts["seconds"], parts["search_s"]
+    idle = f"{'GPUs' if hardware.on_gpu else 'ranks'} waited for the host {share(parts['idle_share'])} of the time"
     return f"Search {search_s:.0f} s, finals {max(0.0, seconds - search_s):.0f} s; {idle}."
 
 
@@ -185,18 +184,28 @@ class Fitting:
         return Measurement.get(console, options, self.wide)
 
 
+class Captioned(Table):
+    """A table as wide as its cells between a heading and notes, which may be wider."""
+
+    def __init__(self, heading: str, notes: Sequence[str], *, header: bool) -> None:
+        super().__init__(box=box.SIMPLE_HEAD, show_header=header, header_style="dim", pad_edge=False)
+        self.heading = Text(heading, "bold")
+        self.notes = Text("\n".join(note for note in notes if note), "dim")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
+        yield self.heading
+        yield from super().__rich_console__(console, options)
+        if self.notes:
+            yield self.notes
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        texts = [text.cell_len for part in (self.heading, self.notes) for text in part.split()]
+        cells = super().__rich_measure__(console, options)
+        return Measurement(cells.minimum, max(cells.maximum, *texts, 1)).clamp(max_width=options.max_width)
+
+
 def grid(name: str, *caption: str, header: bool = True) -> Table:
-    return Table(
-        title=Text(name, "bold"),
-        caption=Text("\n".join(line for line in caption if line), "dim"),
-        box=box.SIMPLE_HEAD,
-        show_header=header,
-        header_style="dim",
-        title_justify="left",
-        caption_justify="left",
-        pad_edge=False,
-        min_width=len(CPU_NOTE) + 1,  # else the note would be folded under a narrow table
-    )
+    return Captioned(name, caption, header=header)
 
 
 def config_text(config: Config) -> Text:
@@ -205,14 +214,14 @@ def config_text(config: Config) -> Text:
     return text.append(f" {parameters(config)}", "dim") if config.params else text
 
 
-def legend(configs: list[tuple[str, Config]]) -> Table:
-    """The parameters of configs by the names of their rows, for screens whose tables have no room for them."""
+def legend(rows: Iterable[tuple[str, Config, str]]) -> Table:
+    """Name, parameters and rates of each row, for screens whose tables have no room for them."""
     lines = Table.grid(padding=(0, 2))
     lines.add_column(style="dim", no_wrap=True)
     lines.add_column(overflow="fold")
-    for name, config in configs:
-        if config.params:
-            lines.add_row(name, Text(parameters(config), "dim"))
+    for name, config, rates in rows:
+        if facts := [*([rates] if rates else []), *([parameters(config)] if config.params else [])]:
+            lines.add_row(name, Text("; ".join(facts), "dim"))
     return lines
 
 
@@ -223,9 +232,9 @@ def columns(table: Table, *names: str) -> None:
         table.add_column(name.rstrip(">|"), justify=justify, no_wrap=whole, overflow="fold")  # type: ignore[arg-type]
 
 
-def listing(name: str, told: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Fitting:
+def listing(name: str, texts: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Fitting:
     """Rows of facts. The first fact of a row is its subject. On narrow screens each fact has a line with its label."""
-    table = grid(name, *told)
+    table = grid(name, *texts)
     columns(table, *names)
     narrow: list[RenderableType] = [Text(name, "bold")]
     for first, *facts in rows:
@@ -237,7 +246,7 @@ def listing(name: str, told: Sequence[str], names: Sequence[str], rows: Sequence
             if fact:
                 lines.add_row(f"  {label.rstrip('>|')}", fact)
         narrow += [Text(), first, lines]
-    return Fitting(table, Group(*narrow, Text(), *(Text(line, "dim") for line in told if line)))
+    return Fitting(table, Group(*narrow, Text(), *(Text(line, "dim") for line in texts if line)))
 
 
 def status_text(status: str, error: str | None) -> Text:
@@ -247,23 +256,18 @@ def status_text(status: str, error: str | None) -> Text:
 
 def natural_width(shown: RenderableType) -> int:
     """The width in columns of a table, or of several below each other, if nothing is folded or cut."""
-    if isinstance(shown, Fitting):
-        return natural_width(shown.wide)
-    if isinstance(shown, Group):
-        return max((natural_width(part) for part in shown.renderables), default=1)
     wide = console(width=WIDEST)
-    captions = [shown.title, shown.caption] if isinstance(shown, Table) else []
-    texts = [text for caption in captions if isinstance(caption, Text) for text in caption.split()]
-    return max(Measurement.get(wide, wide.options, shown).maximum, *(text.cell_len for text in texts), 1)
+    return max(Measurement.get(wide, wide.options, shown).maximum, 1)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A text, the CSS class of its cell, and the colour of the dot before it."""
+    """A text, the CSS class of its cell, the colour of the dot before it, and what is folded below it."""
 
     text: str
     mark: str = ""
     colour: str = ""
+    folded: str = ""
 
 
 @dataclass(frozen=True)
@@ -280,5 +284,5 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str | Cell]]) -> PageTab
 
 
 def variant_cell(variant: str, config: Config | None = None) -> Cell:
-    """A variant with the dot of its colour, and the parameters of its config if one is given."""
-    return Cell(f"{variant} {parameters(config)}".removesuffix(" -") if config else variant, colour=colour_of(variant))
+    """A variant with the dot of its colour, and the parameters of its config, folded, if one is given."""
+    return Cell(variant, colour=colour_of(variant), folded=parameters(config) if config and config.params else "")

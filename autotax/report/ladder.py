@@ -60,16 +60,16 @@ def read(path: Path) -> list[Ladder]:
 
 def of(documents: Sequence[Document]) -> list[Ladder]:
     """The ladders of some comparisons, in their order."""
-    found = [_ladder(document) for document in documents]
-    return [ladder for ladder in found if len(ladder.steps) > 1]
+    ladders = [_ladder(document) for document in documents]
+    return [ladder for ladder in ladders if len(ladder.steps) > 1]
 
 
 def _ladder(document: Document) -> Ladder:
     rows = {row["name"]: row for row in document["rows"] if row["verified"] and row["latency_us"] is not None}
     rungs = [variant.name for variant in named(document["problem"]["op"]).ladder]
-    there = [rows[variant] for variant in rungs if variant in rows]
-    befores = [None, *there][: len(there)]
-    steps = tuple(Rung(row["name"], row["latency_us"], _ratio(before, row)) for before, row in zip(befores, there, strict=True))
+    present = [rows[variant] for variant in rungs if variant in rows]
+    befores = [None, *present][: len(present)]
+    steps = tuple(Rung(row["name"], row["latency_us"], _ratio(before, row)) for before, row in zip(befores, present, strict=True))
     whole = steps if steps and steps[0].variant == rungs[0] else ()
     return Ladder(problem_from_dict(document["problem"]).brief(), whole, tuple(rungs))
 
@@ -128,12 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m autotax.report.ladder", description="what each step of a ladder won")
     parser.add_argument("file", type=Path, help="what `autotax compare --json` printed, of one problem or of many")
     parser.add_argument("-o", "--output", type=Path, default=Path(), help="folder for ladder.md and ladder.svg; made if missing")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        ladders = read(given.file)
-        given.output.mkdir(parents=True, exist_ok=True)
-        write_whole(given.output / "ladder.md", markdown(table(ladders)))
-        write_whole(given.output / "ladder.svg", plot(ladders, "white"))
+        ladders = read(options.file)
+        options.output.mkdir(parents=True, exist_ok=True)
+        write_whole(options.output / "ladder.md", markdown(table(ladders)))
+        write_whole(options.output / "ladder.svg", plot(ladders, "white"))
     except (UsageError, MachineError, OSError) as error:
         print(f"autotax: {printable(str(error))}", file=sys.stderr)
         return 2

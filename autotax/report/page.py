@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ from itertools import groupby
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from autotax.core.conditions import Conditions
-from autotax.core.error_text import summary
+from autotax.core.errors import summary
 from autotax.core.problem import Problem
 from autotax.db.records import TrialRecord, WinnerRecord
 from autotax.db.staleness import same_kernel
@@ -40,7 +41,8 @@ REASON = 200
 """Most characters of the error of a trial."""
 CAPTION = (
     "Filled dots are verified trials, hollow diamonds pruned ones, crosses failed ones. The line is the best so far. "
-    "The scale is widest in the shaded band, within 5 % of the best. Point at a mark in the band to read its parameters."
+    "Triangles are beyond the end of the scale. The scale is widest in the shaded band, within 5 % of the best. "
+    "Point at a mark in the band to read its parameters."
 )
 GLOSSARY = (
     ("BSP", "Bulk-synchronous: a library collective and a library product or kernel in turn. Everything is compared with it."),
@@ -52,7 +54,7 @@ GLOSSARY = (
     ("95 % interval", "The confidence interval of the speed-up. A tie is a winner whose interval holds 1."),
     ("Stale", "A winner that was measured with other kernel sources. Run `autotax refresh` to prove it again."),
     ("Best alternative", "The fastest measured row that is not autotax."),
-    ("Bound", "The least time that the links, the memory or the product alone allow."),
+    ("Bound", "The least time that the links, the memory or the product alone allow. Beaten: a row was faster, so it is none."),
     ("Won back", "The share of BSP's time beyond the work itself that the tuned config saves."),
 )
 
@@ -80,17 +82,17 @@ def page(
 ) -> str:
     """`source` is the name of the database without secrets. `compared` is the output of `autotax compare --json`."""
     tuned = _tuned(winners, trials)
-    shown = [each.winner for each in tuned if each.winner]
-    groups = [list(group) for _, group in groupby(tuned, lambda each: each.heading)]
+    shown = [entry.winner for entry in tuned if entry.winner]
+    groups = [list(group) for _, group in groupby(tuned, lambda entry: entry.heading)]
     beside = peers(compared)
-    found = f"{number(len(shown), 'winner')} and {number(len(trials), 'trial')} of {source}, "
-    found += f"{number(len(compared), 'comparison')}; {made:%Y-%m-%d %H:%M %Z}"
+    summary = f"{number(len(shown), 'winner')} and {number(len(trials), 'trial')} of {source}, "
+    summary += f"{number(len(compared), 'comparison')}; {made:%Y-%m-%d %H:%M %Z}"
     names = {trial.config.variant for trial in trials} | {winner.config.variant for winner in shown}
     rendered = _template().render(
-        told=found,
+        told=summary,
         headline=" ".join([_headline(tuned), *([f"Compared: {beside[0].means}."] if len(beside) == 1 else [])]),
         variants=[{"name": name, "colour": formatting.colour_of(name)} for name in sorted(names)],
-        sections=[_section(f"tuned-{at}", there) for at, there in enumerate(groups, 1)],
+        sections=[_section(f"tuned-{at}", entries) for at, entries in enumerate(groups, 1)],
         compared=beside,
         glossary=GLOSSARY,
     )
@@ -101,7 +103,14 @@ def page(
 @cache
 def _template() -> jinja2.Template:
     loader = jinja2.PackageLoader("autotax.report")
-    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined).get_template("report.html.j2")
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["coded"] = _coded
+    return environment.get_template("report.html.j2")
+
+
+def _coded(text: str) -> Markup:
+    """The escaped text with <code> in place of backticks."""
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _tuned(winners: Iterable[WinnerRecord], trials: Iterable[TrialRecord]) -> list[TunedProblem]:
@@ -133,7 +142,7 @@ def _stale(winner: WinnerRecord) -> bool:
 
 def _headline(tuned: Sequence[TunedProblem]) -> str:
     """The page in one sentence."""
-    winners = [each.winner for each in tuned if each.winner]
+    winners = [entry.winner for entry in tuned if entry.winner]
     if not winners:
         return "No problem has a winner yet."
     ahead = sum(winner.speedup > 1 and not winner.tie for winner in winners)
@@ -148,16 +157,22 @@ def _spread(winners: Sequence[WinnerRecord]) -> str:
 
 def _section(anchor: str, tuned: Sequence[TunedProblem]) -> dict[str, Any]:
     """A chart and a table of the winners, and of the problems without a winner. Then each search, folded."""
-    there = [(each.problem.brief(), each.winner) for each in tuned if each.winner]
-    winners = [winner for _, winner in there]
+    winners = [entry.winner for entry in tuned if entry.winner]
+    pairs = [
+        charts.Ratio(
+            winner.problem.brief(), winner.config.variant, winner.speedup, winner.interval_low, winner.interval_high,
+            winner.latency_us, winner.baseline_us,
+        )
+        for winner in winners
+    ]  # fmt: skip
     means = f"geometric mean: {faster(geometric_mean(winner.speedup for winner in winners))}{_spread(winners)}"
     return {
         "anchor": anchor,
         "name": tuned[0].heading,
-        "told": f"{number(len(tuned), 'problem')}, {means}" if there else "no winner yet",
-        "speedups": Markup(charts.speedups(there)) if there else "",
+        "told": f"{number(len(tuned), 'problem')}, {means}" if pairs else "no winner yet",
+        "speedups": Markup(charts.speedups(pairs)) if pairs else "",
         "table": table(["problem", "winner", ">us", ">BSP us", ">vs BSP [95 %]", ">tuned", ""], map(_winner_line, tuned)),
-        "searches": [_search(each) for each in tuned if each.searched],
+        "searches": [_search(entry) for entry in tuned if entry.searched],
     }
 
 
@@ -188,7 +203,7 @@ def _search(tuned: TunedProblem) -> dict[str, Any]:
         "told": f"{tuned.problem.brief()}: {number(len(trials), 'trial')}, {counts(Counter(trial.status for trial in trials))}",
         "drawing": Markup(charts.search(trials)),
         "caption": CAPTION,
-        "variants": table(["variant", ">trials", ">verified", ">best us", "with"], lines),
+        "variants": table(["variant", ">trials", ">verified", ">best of the search, us", "with"], lines),
         "failed": table([">trials", "status", "because"], reasons) if reasons else None,
     }
 

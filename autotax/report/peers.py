@@ -14,7 +14,7 @@ from autotax.operators.registry import problem_from_dict
 from autotax.report import charts, ladder
 from autotax.report.charts import Taxed
 from autotax.report.formatting import Cell, PageTable, faster, heading, microseconds, table, times, variant_cell, won
-from autotax.report.taxes import Document, bsp_us, geometric_mean, taxes, won_back
+from autotax.report.taxes import Document, bsp_us, fastest_us, geometric_mean, taxes, won_back
 from autotax.tuner.comparison import TUNED
 
 HEAD = ("problem", "variant", ">us", ">vs BSP", "best alternative", ">vs it", ">bound us", ">of the bound", ">won back")
@@ -52,7 +52,7 @@ def _beside(anchor: str, name: str, documents: Sequence[Document]) -> Beside:
     return Beside(
         anchor=anchor,
         name=name,
-        means=f"geometric means: {faster(over_bsp)}, {faster(over_peer, 'the best alternative')}",
+        means=f"geometric means: {faster(over_bsp)}, {faster(over_peer, 'the best alternative')}" if over_bsp else "no ratios",
         table=table(HEAD, map(_line, documents)),
         taxed=tuple(map(Markup, charts.taxed(calls))),
         ladder=steps,
@@ -62,8 +62,8 @@ def _beside(anchor: str, name: str, documents: Sequence[Document]) -> Beside:
 
 def _heading(document: Document) -> str:
     hardware = Hardware(**document["hardware"])
-    usual = Conditions.usual(hardware.on_gpu).to_dict()
-    return heading(problem_from_dict(document["problem"]), hardware, Conditions.from_dict(document.get("conditions") or usual))
+    defaults = Conditions.usual(hardware.on_gpu).to_dict()
+    return heading(problem_from_dict(document["problem"]), hardware, Conditions.from_dict(document.get("conditions") or defaults))
 
 
 def _tuned(document: Document) -> Document:
@@ -73,14 +73,19 @@ def _tuned(document: Document) -> Document:
 
 def _taxed(document: Document) -> Taxed | None:
     """The taxes of a comparison for the chart; None if one of the figures is unknown."""
-    if won_back(document) is None:
+    if won_back(document) is None or _beaten(document):
         return None
     work, whole = taxes(document)[0].us, bsp_us(document)
     return Taxed(problem_from_dict(document["problem"]).brief(), work, _tuned(document)["latency_us"], whole or work)
 
 
+def _beaten(document: Document) -> bool:
+    """Whether a row is faster than the bound, which an earlier version knew less well."""
+    return fastest_us(document) < (document.get("bound_us") or 0.0)
+
+
 def _line(document: Document) -> list[str | Cell]:
-    tuned, over = _tuned(document), document.get("speedup_vs_best_peer")
+    tuned, over, beaten = _tuned(document), document.get("speedup_vs_best_peer"), _beaten(document)
     failed = "not verified" + (f": {document['error']}" if document.get("error") else "")
     return [
         problem_from_dict(document["problem"]).brief(),
@@ -89,7 +94,7 @@ def _line(document: Document) -> list[str | Cell]:
         times(tuned.get("speedup_vs_bsp")),
         document.get("best_peer") or "-",
         Cell(times(over), "loss" if over is not None and over < 1 else ""),
-        microseconds(document.get("bound_us")),
-        times(document.get("over_bound")),
-        won(won_back(document)),
+        microseconds(document.get("bound_us")) + (" (beaten)" if beaten else ""),
+        "-" if beaten else times(document.get("over_bound")),
+        won(None if beaten else won_back(document)),
     ]

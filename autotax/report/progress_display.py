@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotax.core import terminal
-from autotax.core.error_text import summary
+from autotax.core.errors import summary
 from autotax.core.problem import Problem
 from autotax.core.settings import CPU_SOAK, GPU_SOAK
 from autotax.hardware import Hardware
@@ -54,9 +54,9 @@ class TuningScreen:
     def __call__(self, problem: Problem, hardware: Hardware) -> Iterator[Listener]:
         """A listener that shows one run as long as the context lasts."""
         self._began += 1
-        usual = GPU_SOAK if hardware.on_gpu else CPU_SOAK
+        soak = GPU_SOAK if hardware.on_gpu else CPU_SOAK
         pace = Pace(
-            soak=usual if self._soak is None else self._soak, number=self._began, of=self._problems, earlier=tuple(self._lasted),
+            soak=soak if self._soak is None else self._soak, number=self._began, of=self._problems, earlier=tuple(self._lasted),
             finals=tuple(self._finals), on_gpu=hardware.on_gpu, finalists_only=self._finalists_only,
         )  # fmt: skip
         if self._console.is_terminal:
@@ -181,11 +181,12 @@ class Display:
         return Group(heading, where, self._bar(self.pace.last), self._facts(self.pace.last))
 
     def _bar(self, progress: Progress) -> Table:
-        row = Table.grid(padding=(0, 2))
+        row = Table.grid(padding=(0, 2), expand=True)
+        row.add_column(ratio=1)
         rate, left = self.pace.per_minute, self._left()
         done = f"{progress.done}/{progress.wanted} trials"
         row.add_row(
-            ProgressBar(total=progress.wanted, completed=min(progress.done, progress.wanted), width=12),
+            ProgressBar(total=progress.wanted, completed=min(progress.done, progress.wanted)),
             Text(f"{done}, {rate:.1f} a minute" if rate else done, no_wrap=True),
             Text(left, no_wrap=True),
             Text("finalists and soak" if progress.phase == "finalists" else progress.phase, "cyan", no_wrap=True),
@@ -196,7 +197,7 @@ class Display:
         facts = Table.grid(padding=(0, 2))
         facts.add_column(style="dim", no_wrap=True, min_width=len("so far"))
         facts.add_column(no_wrap=True, overflow="ellipsis")
-        facts.add_row("best", _best(progress))
+        facts.add_row("search", _best(progress))
         facts.add_row("so far", _statuses(progress))
         if gain := _gain(progress):
             facts.add_row("to come", gain)
@@ -237,7 +238,7 @@ class Lines:
         rate = self.pace.per_minute
         parts = [
             f"{progress.phase}: {progress.done}/{progress.wanted} trials ({counts(progress.statuses)})",
-            f"best {_best(progress).plain}",
+            _best(progress).plain,
             f"{rate:.1f} a minute" if rate else "",
             _gain(progress),
             _left(self.pace),
@@ -253,19 +254,22 @@ def _left(pace: Pace, since: float = 0.0) -> str:
     own, every = pace.seconds_left, pace.all_left
     if own is None or every is None:
         return ""
-    told = f"{duration(max(0.0, own - since))} left"
-    return f"{told}, {duration(max(0.0, every - since))} for all" if pace.number < pace.of else told
+    remaining = f"{duration(max(0.0, own - since))} left"
+    return f"{remaining}, {duration(max(0.0, every - since))} for all" if pace.number < pace.of else remaining
 
 
 def _note(console: Console, text: str) -> None:
-    console.print(Text(f"notice: {' '.join(text.split())}", "yellow"), soft_wrap=True)
+    console.print(Text(f"notice: {' '.join(text.split())}", "yellow"), soft_wrap=not console.is_terminal)
 
 
 def _best(progress: Progress) -> Text:
+    """The best of the search. The figures of the finals are others, for those are taken in turn."""
     best, baseline = progress.best, progress.baseline_us
     if best is None or best.latency_us is None:
         return Text("nothing verified yet")
-    text = Text.assemble((best.config.variant, "bold green"), f" {microseconds(best.latency_us)} us")
+    if best.config.variant == "bsp":
+        return Text(f"nothing beats BSP ({microseconds(best.latency_us)} us) yet")
+    text = Text.assemble("best so far ", (best.config.variant, "bold green"), f" {microseconds(best.latency_us)} us")
     if baseline is not None:
         text.append(f", {faster(baseline / best.latency_us)} ({microseconds(baseline)} us)")
     return text.append(f" {parameters(best.config)}", "dim") if best.config.params else text

@@ -61,10 +61,10 @@ class Renderer:
 
     def _loss(self, error: Exception) -> str:
         """The reason why the process is lost, in a few words: its last line may be a frame of a stack."""
-        told = self._child.last_words().partition(":")[0] if self._child and not isinstance(error, TimeoutError) else str(error)
+        reason = self._child.last_words().partition(":")[0] if self._child and not isinstance(error, TimeoutError) else str(error)
         self._losses += 1
         self.close()
-        return f"the process that draws {told}"
+        return f"the process that draws {reason}"
 
 
 def main() -> None:

@@ -42,6 +42,7 @@ from autotax.report.formatting import (
     won,
 )
 from autotax.tuner.comparison import TUNED
+from autotax.tuner.progress import Verdict
 from autotax.tuner.run_recorder import FINALISTS
 from autotax.tuner.statistics import median_interval
 
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from autotax.runner.measurement import Measurement
     from autotax.runner.precompile import Surveyed
     from autotax.runner.trace import Timeline
-    from autotax.tuner import Comparison, Standing, Verdict
+    from autotax.tuner import Comparison, Standing
 
 WINNER_STYLE = "bold green"
 MOST_FOLD, FEWEST_ROUNDS = 5.0, 10
@@ -65,18 +66,20 @@ REFRESHED_STYLES = {"kept": "green", "bsp": "yellow"}
 def finalists(verdict: Verdict) -> Fitting:
     """The finalists of a run against bulk-synchronous (BSP), the fastest first."""
     wide, narrow = _standings(verdict, whole=True), _standings(verdict, whole=False)
-    ranked = [(str(rank), standing.measurement.config) for rank, standing in enumerate(verdict.standings, 1)]
+    measured = [standing.measurement for standing in verdict.standings]
+    rates = [_told_rates(verdict, row, _bound_us(verdict, row)) for row in measured]
+    ranked = [(str(rank), row.config, rate) for rank, (row, rate) in enumerate(zip(measured, rates, strict=True), 1)]
     return Fitting(wide, Group(narrow, legend(ranked)))
 
 
 def _standings(verdict: Verdict, *, whole: bool) -> Table:
     """`whole`: with the parameters of the configs in the table."""
-    noise = scatter([standing.measurement for standing in verdict.standings], verdict.hardware)
+    noise = scatter_of(verdict)
     table = grid(title(verdict.problem), outcome(verdict), noise, *_background(verdict))
     beside = _shows_both(standing.measurement for standing in verdict.standings)
     columns(
-        table, "", "config" if whole else "variant", *_columns(beside), *(rates := _rate_columns(verdict, whole)),
-        "vs BSP [95 %]>", "verified", "verdict|",
+        table, "", "config" if whole else "variant", *_columns(beside), *(rates := _rate_columns(verdict) if whole else []),
+        "vs BSP [95 %]>", *(["verified"] if whole else []), "verdict|",
     )  # fmt: skip
     for rank, standing in enumerate(verdict.standings, 1):
         measurement = standing.measurement
@@ -86,7 +89,7 @@ def _standings(verdict: Verdict, *, whole: bool) -> Table:
             *_figures(measurement, beside),
             *_rates(verdict.problem, measurement, rates, _bound_us(verdict, measurement)),
             "-" if noise else _ratio(verdict, standing),
-            "yes" if measurement.verified else "no",
+            *(["yes" if measurement.verified else "no"] if whole else []),
             _mark(verdict, standing),
             style=WINNER_STYLE if standing == verdict.winner else "",
         )
@@ -97,21 +100,23 @@ def _ratio(verdict: Verdict, standing: Standing) -> str:
     return times(standing.speedup) + ("" if _is_baseline(verdict, standing) else f" {interval(standing.interval)}")
 
 
-def scatter(measured: Iterable[Measurement], hardware: Hardware) -> str:
+def scatter_of(result: Verdict | Comparison) -> str:
     """A line in place of ratios if samples of CPU ranks scatter so much that medians mean nothing; else nothing."""
-    rounds = [sorted(m.rounds) for m in measured if not hardware.on_gpu and len(m.rounds) >= FEWEST_ROUNDS]
+    rows = result.standings if isinstance(result, Verdict) else [row for row in result.rows if row.measurement.verified]
+    spreads = [] if result.hardware.on_gpu else [sorted(row.measurement.rounds) for row in rows]
+    rounds = [times for times in spreads if len(times) >= FEWEST_ROUNDS]
     fold = max((times[-1 - len(times) // 10] / max(times[len(times) // 10], 1e-3) for times in rounds), default=1.0)
     if fold < MOST_FOLD:
         return ""
     return f"samples of one config scatter {fold:.0f}-fold, so medians mean little here and no ratios are shown"
 
 
-def _rate_columns(shown: Verdict | Comparison, whole: bool) -> list[str]:
-    """The columns of rates, on GPUs and where there is room: TFLOP/s of products, GB/s of all else."""
-    if not (whole and shown.hardware.on_gpu):
+def _rate_columns(shown: Verdict | Comparison) -> list[str]:
+    """The columns of rates, on GPUs: TFLOP/s of products, GB/s of all else."""
+    if not shown.hardware.on_gpu:
         return []
-    there = {"TFLOP/s>": shown.problem.flops, "GB/s>": not shown.problem.flops, "of bound>": registry.of(shown.problem).bounds}
-    return [name for name, known in there.items() if known]
+    columns = {"TFLOP/s>": shown.problem.flops, "GB/s>": not shown.problem.flops, "of bound>": registry.of(shown.problem).bounds}
+    return [name for name, shown_here in columns.items() if shown_here]
 
 
 def _rates(problem: Problem, measurement: Measurement, names: Sequence[str], bound_us: float | None) -> list[str]:
@@ -119,19 +124,27 @@ def _rates(problem: Problem, measurement: Measurement, names: Sequence[str], bou
     us = measurement.latency_us
     if not us or us <= 0.0:
         return ["-"] * len(names)
-    found = {"TFLOP/s>": f"{problem.flops / us / 1e6:.0f}", "GB/s>": f"{problem.nbytes / us / 1e3:.0f}"}
-    found["of bound>"] = share(bound_us / us) if bound_us and bound_us <= us else "-"
-    return [found[name] for name in names]
+    rates = {"TFLOP/s>": f"{problem.flops / us / 1e6:.0f}", "GB/s>": f"{problem.nbytes / us / 1e3:.0f}"}
+    rates["of bound>"] = share(bound_us / us) if bound_us and bound_us <= us else "-"
+    return [rates[name] for name in names]
+
+
+def _told_rates(shown: Verdict | Comparison, measurement: Measurement, bound_us: float | None) -> str:
+    """`412 TFLOP/s, 75 % of bound`"""
+    names = _rate_columns(shown)
+    rates = zip(names, _rates(shown.problem, measurement, names, bound_us), strict=True)
+    return ", ".join(f"{rate} {name.rstrip('>')}" for name, rate in rates if rate != "-")
 
 
 def _bound_us(verdict: Verdict, measurement: Measurement) -> float | None:
-    known = registry.of(verdict.problem).bounds_us(verdict.problem, verdict.hardware, measurement.conditions)
-    return max(known.values(), default=None)
+    bounds = registry.of(verdict.problem).bounds_us(verdict.problem, verdict.hardware, measurement.conditions)
+    return max(bounds.values(), default=None)
 
 
 def summary(verdicts: Sequence[Verdict]) -> Group:
     """The outcome of many problems, one line each."""
-    table = grid("summary", *dict.fromkeys(place(verdict.hardware) for verdict in verdicts))
+    noise = {verdict.problem: scatter_of(verdict) for verdict in verdicts}
+    table = grid("summary", max(noise.values(), default=""), *dict.fromkeys(place(verdict.hardware) for verdict in verdicts))
     columns(table, "problem", "winner", "median us>", "vs BSP>")
     for verdict in verdicts:
         winner = verdict.winner
@@ -139,73 +152,77 @@ def summary(verdicts: Sequence[Verdict]) -> Group:
             f"{verdict.problem.op} {verdict.problem.brief()}",
             winner.measurement.config.variant if winner else Text("nothing verified", "red"),
             microseconds(winner.measurement.latency_us if winner else None),
-            times(winner.speedup if winner else None),
+            times(winner.speedup if winner and not noise[verdict.problem] else None),
         )
-    mean = bounds.geometric_mean(verdict.winner.speedup for verdict in verdicts if verdict.winner)
-    return Group(table, Text(f"geometric mean: {faster(mean)}"))
+    mean = bounds.geometric_mean(v.winner.speedup for v in verdicts if v.winner and not noise[v.problem])
+    return Group(table, Text(f"geometric mean: {faster(mean)}" if mean else ""))
 
 
-def refreshed(found: Sequence[Refreshed], hardware: Hardware) -> Table:
+def refreshed(outcomes: Sequence[Refreshed], hardware: Hardware) -> Table:
     """Former winners with their former and their new figures, one line each."""
     table = grid("refreshed", place(hardware))
     columns(table, "problem", "former winner", "was>", "is>", "outcome|")
-    for each in found:
-        former, winner = each.stale.winners[0], each.verdict.winner
+    for outcome in outcomes:
+        former, winner = outcome.stale.winners[0], outcome.verdict.winner
         table.add_row(
             f"{title(former.problem)} ({former.conditions.key})",
             Text(former.config.variant),
             times(former.speedup),
             times(winner.speedup if winner else None),
-            Text(each.outcome, REFRESHED_STYLES.get(each.outcome, "red")),
+            Text(outcome.outcome + ", a tie" * outcome.verdict.tie, REFRESHED_STYLES.get(outcome.outcome, "red")),
         )
     return table
 
 
-def refreshed_outcome(found: Refreshed) -> str:
+def refreshed_outcome(outcome: Refreshed) -> str:
     """`push is 1.31x faster than BSP`"""
-    winner = found.verdict.winner
+    winner = outcome.verdict.winner
     if winner is None:
-        return {"interrupted": "interrupted", "late": "the time limit came first"}.get(found.outcome, "nothing could be verified")
-    if found.outcome == "bsp" and winner.measurement.config.variant == "bsp":
-        return "BSP wins: no former winner is faster here"
+        ends = {"interrupted": "interrupted", "late": "the time limit came first"}
+        return ends.get(outcome.outcome, "nothing could be verified")
+    if outcome.outcome == "bsp" and winner.measurement.config.variant == "bsp":
+        return "differences are within noise; BSP is kept" if outcome.verdict.tie else "BSP wins: no former winner is faster here"
     return f"{winner.measurement.config.variant} is {faster(winner.speedup)}"
 
 
-def winners(found: Sequence[WinnerRecord], why: Sequence[str], of: str = "") -> Fitting | Text:
+def winners(records: Sequence[WinnerRecord], why: Sequence[str], of: str = "") -> Fitting | Text:
     """A table of winners. `why` says for each why it does not hold here; empty if it holds. `of` names their operators."""
-    if not found:
+    if not records:
         return Text(f"the database holds no winners{' of' * bool(of)} {of}".rstrip() + ": run `autotax tune`")
     rows = []
-    for winner, stale in zip(found, why, strict=True):
+    for winner, stale in zip(records, why, strict=True):
         problem, config, margin = _of_winner(winner)
         holds = Text("yes", "green") if not stale else Text(f"no: {stale}", "yellow")
         rows.append((problem, config, microseconds(winner.latency_us), margin, holds))
-    places = list(dict.fromkeys(place(winner.hardware) for winner in found))
+    places = list(dict.fromkeys(place(winner.hardware) for winner in records))
     names = "problem", "config", "median us>", "vs BSP [95 %]>", "holds here"
-    return listing(number(len(found), "winner"), places, names, rows)
+    return listing(number(len(records), "winner"), places, names, rows)
 
 
-def comparison(compared: Comparison) -> Fitting:
-    """The rows of a comparison, measured in one interleaved run."""
-    rows = [(row.name, row.measurement.config) for row in compared.rows]
+def comparison(compared: Comparison) -> Fitting | Text:
+    """The rows of a comparison, measured in one interleaved run, or why there are none."""
+    if compared.error and not compared.rows:
+        return _failed(compared)
+    bound = bounds.bound_of(compared)
+    rates = [_told_rates(compared, row.measurement, bound.us if bound else None) for row in compared.rows]
+    rows = [(row.name, row.measurement.config, shown_rates) for row, shown_rates in zip(compared.rows, rates, strict=True)]
     return Fitting(_compared(compared, whole=True), Group(_compared(compared, whole=False), legend(rows)))
 
 
 def _compared(compared: Comparison, *, whole: bool) -> Table:
     """`whole`: with the parameters of the configs in the table."""
     rows, hardware = compared.rows, compared.hardware
-    failed = f"it could not be compared: {compared.error}" if compared.error else ""
-    noise = scatter([row.measurement for row in rows if row.measurement.verified], hardware)
-    told = [failed, noise, _distance(compared), "" if noise else _against_peer(compared)]
-    told += [unusual(compared.conditions, hardware), place(hardware)]
-    table = grid(f"{title(compared.problem)}: compared", *told)
+    noise = scatter_of(compared)
+    notes = [noise, _distance(compared), "" if noise else _against_peer(compared)]
+    notes += [unusual(compared.conditions, hardware), place(hardware)]
+    table = grid(f"{title(compared.problem)}: compared", *notes)
     operator = registry.of(compared.problem)
     part = operator.part.row if operator.part else None
     sources = whole and any(row.source for row in rows)
     beside = _shows_both(row.measurement for row in rows)
     columns(
         table, "", "config" if whole else "variant", *(["chosen as"] if sources else []), *_columns(beside),
-        *(rates := _rate_columns(compared, whole)), "vs BSP>", "verified", "status",
+        *(rates := _rate_columns(compared) if whole else []), "vs BSP>", "verified", "status",
     )  # fmt: skip
     bound = bounds.bound_of(compared)
     timed = [row for row in rows if row.speedup is not None and row.name != part]
@@ -245,24 +262,32 @@ def _figures(measurement: Measurement, beside: bool) -> list[str]:
     return [us + ends, microseconds(measurement.back_to_back_us)]
 
 
-def taxes(compared: Comparison) -> Table:
+def _failed(compared: Comparison) -> Text:
+    return Text(f"{title(compared.problem)}: it could not be compared: {compared.error}")
+
+
+def taxes(compared: Comparison) -> Table | Text:
     """Where the time of bulk-synchronous calls goes."""
-    told = documents.of_taxes(compared)
-    failed = f"it could not be compared: {compared.error}" if compared.error else ""
-    bsp, tuned, back = told["bsp_us"], told["tuned_us"], told["won_back"]
+    if compared.error and not compared.rows:
+        return _failed(compared)
+    rows = documents.of_taxes(compared)
+    bsp, tuned, back = rows["bsp_us"], rows["tuned_us"], rows["won_back"]
     outcome = f"BSP takes {microseconds(bsp)} us, {TUNED} {microseconds(tuned)} us"
     outcome += f"; of what BSP takes beyond the work {won(back)} is won back" if back is not None else ""
-    caption = failed, outcome, unusual(compared.conditions, compared.hardware), place(compared.hardware)
+    caption = outcome, unusual(compared.conditions, compared.hardware), place(compared.hardware)
     table = grid(f"{title(compared.problem)}: taxes", *caption)
     columns(table, "part", "us>", "of BSP>", "what it is")
-    for tax in told["taxes"]:
+    for tax in rows["taxes"]:
         table.add_row(tax["name"], microseconds(tax["us"]), share(tax["us"] / bsp), Text(tax["told"], "dim"))
     return table
 
 
-def means(compared: Sequence[Comparison]) -> Table:
+def means(compared: Sequence[Comparison]) -> Table | Text:
     """Geometric means over many problems, an operator a line."""
-    table = grid("geometric means", *dict.fromkeys(place(c.hardware) for c in compared))
+    noise = max(map(scatter_of, compared), default="")
+    if not (compared := [c for c in compared if not scatter_of(c)]):
+        return Text(noise or "nothing was compared")
+    table = grid("geometric means", noise, *dict.fromkeys(place(c.hardware) for c in compared))
     columns(table, "operator", "problems>", "vs BSP>", "vs best alternative>", "failed>")
     for op in dict.fromkeys(c.problem.op for c in compared):
         count, over_bsp, over_peer = bounds.means(compared, op)
@@ -276,10 +301,10 @@ def _distance(compared: Comparison) -> str:
     bound, us, part = bounds.bound_of(compared), bounds.tuned_us(compared), registry.of(compared.problem).part
     if bound is None:
         return f"{part.row} is {part.part}: a bound" if part and compared.row(part.row) else ""
-    parts = " and ".join(f"{name} ({microseconds(each)} us)" for name, each in bound.parts.items())
-    told = f"{part.row} is {part.part}; " if part else ""
-    told += f"bound {microseconds(bound.us)} us: {'the larger of ' * (len(bound.parts) > 1)}{parts}"
-    return f"{told}; {TUNED} takes {times(us / bound.us)} the bound, {microseconds(us - bound.us)} us more" if us else told
+    parts = " and ".join(f"{name} ({microseconds(part_us)} us)" for name, part_us in bound.parts.items())
+    text = f"{part.row} is {part.part}; " if part else ""
+    text += f"bound {microseconds(bound.us)} us: {'the larger of ' * (len(bound.parts) > 1)}{parts}"
+    return f"{text}; {TUNED} takes {times(us / bound.us)} the bound, {microseconds(us - bound.us)} us more" if us else text
 
 
 def _against_peer(compared: Comparison) -> str:
@@ -364,16 +389,16 @@ def _stamped(traced: Timeline) -> Table:
     return table
 
 
-def answer(problem: Problem, hardware: Hardware, found: Answer) -> Table:
+def answer(problem: Problem, hardware: Hardware, answer_: Answer) -> Table:
     """The config that the run-time library would use, and why."""
     table = grid(title(problem), place(hardware), header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    table.add_row("match", found.match, style="yellow" if found.match in ("fallback", "stale") else "green")
-    table.add_row("variant", found.variant)
-    table.add_row("parameters", Text(parameters(found)))
-    table.add_row("tuned for", Text(found.from_problem or "-"))
-    table.add_row("reason", Text(found.reason))
+    table.add_row("match", answer_.match, style="yellow" if answer_.match in ("fallback", "stale") else "green")
+    table.add_row("variant", answer_.variant)
+    table.add_row("parameters", Text(parameters(answer_)))
+    table.add_row("tuned for", Text(answer_.from_problem or "-"))
+    table.add_row("reason", Text(answer_.reason))
     return table
 
 
@@ -384,9 +409,9 @@ def exported(path: Path, entries: Sequence[Entry]) -> Fitting:
         (*_of_winner(entry.winner), place(entry.winner.hardware), Text("stale" if is_stale else "", "yellow"))
         for entry, is_stale in zip(entries, stale, strict=True)
     ]
-    told = ["stale: measured with other kernel sources"] if any(stale) else []
+    notes = ["stale: measured with other kernel sources"] if any(stale) else []
     names = "problem", "config", "vs BSP [95 %]>", "tuned on", "kernel"
-    return listing(f"{number(len(entries), 'winner')} in {path}", told, names, rows)
+    return listing(f"{number(len(entries), 'winner')} in {path}", notes, names, rows)
 
 
 def imported(path: Path, outcomes: Sequence[MergeOutcome]) -> Fitting:
@@ -396,9 +421,9 @@ def imported(path: Path, outcomes: Sequence[MergeOutcome]) -> Fitting:
         problem, config, margin = _of_winner(outcome.entry.winner)
         what = Text(outcome.what, "dim" if outcome.what == "kept" else "green")
         rows.append((problem, what, config, margin, Text(outcome.entry.by or "-"), Text(outcome.reason)))
-    found = counts(Counter(outcome.what for outcome in outcomes))
+    summary = counts(Counter(outcome.what for outcome in outcomes))
     names = "problem", "outcome", "config", "vs BSP [95 %]>", "tuned by", "reason"
-    return listing(f"{number(len(outcomes), 'winner')} in {path}: {found}", [], names, rows)
+    return listing(f"{number(len(outcomes), 'winner')} in {path}: {summary}", [], names, rows)
 
 
 def _of_winner(winner: WinnerRecord) -> tuple[Text, Text, str]:
@@ -408,27 +433,27 @@ def _of_winner(winner: WinnerRecord) -> tuple[Text, Text, str]:
 
 def reported(path: Path, winners: int, trials: int, comparisons: int) -> Text:
     """The numbers of winners, trials and comparisons on a page."""
-    found = f"{number(winners, 'winner')}, {number(trials, 'trial')} and {number(comparisons, 'comparison')}"
-    return Text(f"{path} shows {found}")
+    summary = f"{number(winners, 'winner')}, {number(trials, 'trial')} and {number(comparisons, 'comparison')}"
+    return Text(f"{path} shows {summary}")
 
 
-def surveyed(problem: Problem, hardware: Hardware, found: Sequence[Surveyed]) -> Table:
+def surveyed(problem: Problem, hardware: Hardware, configs: Sequence[Surveyed]) -> Table:
     """How configs compile for a target. Each resource is the maximum over the kernels of the config."""
-    local = sum(any(kernel.local for kernel in each.kernels) for each in found)
-    told = f"{number(len(found), 'config')}: {counts(Counter(each.status for each in found))}"
-    told += f"; {local} take local memory, where spilled registers go"
+    local = sum(any(kernel.local for kernel in config.kernels) for config in configs)
+    summary = f"{number(len(configs), 'config')}: {counts(Counter(config.status for config in configs))}"
+    summary += f"; {local} take local memory, where spilled registers go"
     limit = f"of shared memory there are {_bytes(hardware.shared_memory)} for a program"
-    table = grid(f"{title(problem)}: compiled for {hardware.target}", told, limit)
+    table = grid(f"{title(problem)}: compiled for {hardware.target}", summary, limit)
     columns(table, "config", "kernels>", "shared>", "registers>", "local>", "status")
-    for each in found:
-        kernels = each.kernels
+    for config in configs:
+        kernels = config.kernels
         table.add_row(
-            config_text(each.config),
+            config_text(config.config),
             str(len(kernels)),
             _bytes(_most(kernel.shared for kernel in kernels)),
             str(_most(kernel.registers for kernel in kernels) or "-"),
             _bytes(_most(kernel.local for kernel in kernels)),
-            status_text(each.status, each.error),
+            status_text(config.status, config.error),
         )
     return table
 
@@ -455,7 +480,7 @@ def outcome(verdict: Verdict) -> str:
     else:
         low, high = verdict.winner.interval
         ended = f"{verdict.winner.measurement.config.variant} wins"
-        if not scatter([standing.measurement for standing in verdict.standings], verdict.hardware):
+        if not scatter_of(verdict):
             ended += f": {faster(verdict.winner.speedup)} (95 % CI {low:.2f} to {high:.2f})"
     return f"{ended}; {tried}"
 

@@ -53,10 +53,10 @@ class _Comparison(msgspec.Struct):
 def read(path: Path) -> list[Document]:
     """The comparisons of a file, in its order. Raises UsageError of one line for any other file."""
     try:
-        found = from_json(read_bytes(path), list[Document] | Document)  # type: ignore[arg-type]
-        if isinstance(found, dict) and "schema_version" in found:
-            found = converted(found.get("results"), list[Document])
-        documents = found if isinstance(found, list) else [found]
+        content = from_json(read_bytes(path), list[Document] | Document)  # type: ignore[arg-type]
+        if isinstance(content, dict) and "schema_version" in content:
+            content = converted(content.get("results"), list[Document])
+        documents = content if isinstance(content, list) else [content]
         for document in documents:
             _check(converted(document, _Comparison))
     except OSError as error:
@@ -98,9 +98,9 @@ def taxes(document: Document) -> list[Tax]:
     if whole is None:
         return []
     operator = registry.named(document["problem"]["op"])
-    bounds = {told: us for name, told in operator.bounds.items() if (us := document.get(f"{name}_us")) is not None}
-    told = _by_steps if operator.ladder else _by_bounds
-    parts = told(whole, rows, operator, bounds)
+    bounds = {explained: us for name, explained in operator.bounds.items() if (us := document.get(f"{name}_us")) is not None}
+    explained = _by_steps if operator.ladder else _by_bounds
+    parts = explained(whole, rows, operator, bounds)
     if whole == rows.get("bsp-graph") and "bsp-eager" in rows:  # else the launches are part of the rest
         parts.append(Tax(LAUNCH, rows["bsp-eager"] - rows["bsp-graph"], "calls launched one by one, not replayed from a graph"))
     return parts
@@ -124,6 +124,12 @@ def won_back(document: Document) -> float | None:
 def _verified(document: Document) -> dict[str, float]:
     """The latency of each verified row."""
     return {row["name"]: row["latency_us"] for row in document["rows"] if row["verified"] and row["latency_us"] is not None}
+
+
+def fastest_us(document: Document) -> float:
+    """The least latency of the verified rows that do all of the work."""
+    part = registry.named(document["problem"]["op"]).part
+    return min((us for name, us in _verified(document).items() if part is None or name != part.row), default=math.inf)
 
 
 def _by_bounds(whole: float, rows: dict[str, float], operator: Operator[Any], bounds: dict[str, float]) -> list[Tax]:
@@ -181,8 +187,8 @@ def known_us(comparison: Comparison) -> dict[str, float]:
     """The declared bounds that are known here and that no row undercuts, microseconds by name."""
     row = comparison.row(TUNED)
     rates = row.measurement.conditions if row else {}
-    found = registry.of(comparison.problem).bounds_us(comparison.problem, comparison.hardware, rates)
-    return {name: us for name, us in found.items() if us <= _fastest_us(comparison)}
+    bounds = registry.of(comparison.problem).bounds_us(comparison.problem, comparison.hardware, rates)
+    return {name: us for name, us in bounds.items() if us <= _fastest_us(comparison)}
 
 
 def _fastest_us(comparison: Comparison) -> float:
@@ -194,16 +200,16 @@ def _fastest_us(comparison: Comparison) -> float:
 
 def bound_of(comparison: Comparison) -> Bound | None:
     """The bound of a comparison. None unless all bounds that the operator declares are known and its part was measured."""
-    operator, known = registry.of(comparison.problem), known_us(comparison)
+    operator, bounds = registry.of(comparison.problem), known_us(comparison)
     parts: dict[str, float] = {}
     if operator.part:
         row = comparison.row(operator.part.row)
         if row is None or row.measurement.latency_us is None or row.measurement.latency_us > _fastest_us(comparison):
             return None
         parts[operator.part.part] = row.measurement.latency_us
-    if operator.bounds.keys() != known.keys():
+    if operator.bounds.keys() != bounds.keys():
         return None
-    parts |= {operator.bounds[name]: us for name, us in known.items()}
+    parts |= {operator.bounds[name]: us for name, us in bounds.items()}
     return Bound(parts) if parts else None
 
 
@@ -214,12 +220,12 @@ def tuned_us(comparison: Comparison) -> float | None:
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:
     """The geometric mean of the values that are not None; None if there are none."""
-    there = [math.log(value) for value in values if value is not None]
-    return math.exp(statistics.fmean(there)) if there else None
+    logarithms = [math.log(value) for value in values if value is not None]
+    return math.exp(statistics.fmean(logarithms)) if logarithms else None
 
 
 def means(comparisons: Sequence[Comparison], op: str) -> tuple[int, float | None, float | None]:
     """How many problems of an operator were compared, and the geometric means over BSP and over the best alternative."""
-    found = [c for c in comparisons if c.problem.op == op and c.ok]
-    over_bsp = (row.speedup for c in found if (row := c.row(TUNED)))
-    return len(found), geometric_mean(over_bsp), geometric_mean(c.over_peer for c in found)
+    compared = [c for c in comparisons if c.problem.op == op and c.ok]
+    over_bsp = (row.speedup for c in compared if (row := c.row(TUNED)))
+    return len(compared), geometric_mean(over_bsp), geometric_mean(c.over_peer for c in compared)

@@ -16,11 +16,10 @@ from autotax.hardware import Hardware, check_world_size
 from autotax.operators import loaded
 from autotax.runner import gpu_contention
 from autotax.runner.fork_server import ForkServer
-from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Watch
+from autotax.runner.measurement import Candidate, Effort, Job, Meanwhile, Measurement, Watch
 from autotax.runner.pool import GroupLost, RankPool
 from autotax.runner.precompile import CompileAhead
 from autotax.runner.processes import disk_is_full, full_disk, tells_of_full_disk
-from autotax.runner.protocol import Job
 from autotax.software import Environment
 
 GPU_DEADLINE_S = 60.0
@@ -110,9 +109,9 @@ class LiveRunner:
                     raise disk_is_full("where kernels are compiled", str(ahead.error))
                 if ahead.lost:
                     others = [other for other in candidates if other != candidate]
-                    measured = {each.candidate: each for each in self._measure(problem, others, effort, meanwhile, until)}
+                    measured = {result.candidate: result for result in self._measure(problem, others, effort, meanwhile, until)}
                     lost = Measurement(candidate, "compile_error", ahead.error, conditions=self._conditions(candidate))
-                    return [measured.get(each, lost) for each in candidates]
+                    return [measured.get(one, lost) for one in candidates]
         self._ensure_running(until)
         self._sequence += 1
         job = Job(self._sequence, problem, tuple(candidates), effort, self._seed + self._sequence)
@@ -130,7 +129,7 @@ class LiveRunner:
         if readings:
             rates = [round(reading.copy_gbps) for reading in readings]
             beside = {"yardstick_us": [round(us, 1) for us in yardsticks], "copy_gbps": rates}
-            conditions = [each | beside for each in conditions]
+            conditions = [condition | beside for condition in conditions]
         notices = self._notices(yardsticks, effort)
         ranks_s = max(report.seconds for report in reports) / len(candidates)
         measurements = [

@@ -15,14 +15,12 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from autotax.core.error_text import joined
-from autotax.core.errors import MachineError, UsageError
+from autotax.core.errors import MachineError, UsageError, joined
 from autotax.hardware import HARDWARE_QUEUES, LOOPBACK, Hardware, check_loopback
 from autotax.operators.registry import fingerprints
 from autotax.runner.fork_server import INTERPRETED, ForkServer
-from autotax.runner.measurement import TimeIsUp
+from autotax.runner.measurement import Fatal, Hello, Job, Raised, RankSetup, Report, Stage, TimeIsUp
 from autotax.runner.processes import Child, disk_is_full, tells_of_full_disk
-from autotax.runner.protocol import Fatal, Hello, Job, Raised, RankSetup, Report, Stage
 from autotax.software import Environment
 
 START_DEADLINE_S = 180.0

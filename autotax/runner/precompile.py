@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 from autotax.core.config import Config
-from autotax.core.error_text import described
+from autotax.core.errors import described
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.kernels.resources import Resources
 from autotax.operators import load, loaded
 from autotax.runner.fork_server import ForkServer
+from autotax.runner.measurement import Compilation, CompilerAnswer, CompilerReady
 from autotax.runner.processes import Child, die_with_parent, full_disk
-from autotax.runner.protocol import Compilation, CompilerAnswer, CompilerReady
 
 DEADLINE_S = 60.0
 

@@ -14,6 +14,8 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 
+import torch
+
 from autotax.digests import kernel_digest
 from autotax.hardware import Hardware
 from autotax.heap import World, open_heap
@@ -23,12 +25,14 @@ from autotax.kernels.context import Context
 from autotax.kernels.offline import fix_cache_keys
 from autotax.operators.registry import variant_digest
 from autotax.runner.benchmark import SAMPLE_US, Bench, Soak
-from autotax.runner.measurement import RankReport, Reading
+from autotax.runner.measurement import Fatal, Hello, Job, Raised, RankReport, RankSetup, Reading, Report, Stage
 from autotax.runner.processes import die_with_parent, full_disk
-from autotax.runner.protocol import Fatal, Hello, Job, Raised, RankSetup, Report, Stage
 from autotax.runner.sampling import Sampler, Yardstick
 from autotax.runner.series import VERIFIED, InputCache
 from autotax.runner.stages import Outcome, Stages, Trial, free_device_memory
+
+HEAP_STEP = 2 << 20
+"""Bytes of a page of device memory."""
 
 
 def open_context(world: World, hardware: Hardware, heap_bytes: int, polls: int | None = None) -> Context:
@@ -37,9 +41,12 @@ def open_context(world: World, hardware: Hardware, heap_bytes: int, polls: int |
     Args:
         world: The ranks.
         hardware: The machine that they run on.
-        heap_bytes: The size of the heap on each rank.
+        heap_bytes: The size of the heap on each rank. Half of the free memory is taken where that is less.
         polls: How often a wait polls before it gives up; by default for about four seconds, longer on CPU ranks.
     """
+    if hardware.on_gpu:  # a server that has winners proven may hold most of the memory
+        free, _ = torch.cuda.mem_get_info(world.device)
+        heap_bytes = min(world.gather(min(heap_bytes, free // 2 & -HEAP_STEP), int))
     return Context(world, open_heap(world, heap_bytes), hardware, polls or (None if hardware.on_gpu else CPU_POLL_LIMIT))
 
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from autotax.core.error_text import LONGEST, described
+from autotax.core.errors import LONGEST, described
 from autotax.core.settings import TRIAL_STATUSES
 from autotax.heap import HeapError, World
 from autotax.runner.benchmark import Bench, KernelTimeout, WrongResult
-from autotax.runner.measurement import RankReport
+from autotax.runner.measurement import Raised, RankReport, Stage
 from autotax.runner.processes import full_disk
-from autotax.runner.protocol import Raised, Stage
 
 LOCAL = ("inputs", "compile")
 """Stages in which no rank waits for another."""

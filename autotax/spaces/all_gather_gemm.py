@@ -9,7 +9,7 @@ from dataclasses import replace
 from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
-from autotax.hardware import Hardware
+from autotax.hardware import Hardware, blocks_held, lanes
 from autotax.kernels.tiling import (
     BLOCK_K,
     BLOCKS_BESIDE_A,
@@ -28,7 +28,6 @@ from autotax.kernels.tiling import (
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.scaled import as_words
 from autotax.spaces import scaled
-from autotax.spaces.pipeline import blocks_held, lanes
 
 MOST_CHUNKS = 64
 MOST_ROWS_ACROSS = 128
@@ -568,8 +567,10 @@ BYTES = 60
 """Bytes per cycle that a processor loads at best. Measured on one H200."""
 CYCLES_OF_A_TILE = 6000
 """Cycles of a tile's first load and last store, which nothing hides. Measured on one H200."""
-SCALED_WIDEST = 256
-"""Most columns of a tile of e4m3: groups keep the sums of a strip of K beside those of all strips."""
+SCALED_TOGETHER, SCALED_WIDEST = 192, 256
+"""Most columns of a tile of e4m3 whose parts are multiplied together: groups keep the sums of a strip of K beside those of all
+strips. A wider tile has two parts, one after the other.
+"""
 COLUMNS_OF_A_GROUP = 512
 """Fewest columns of K per signal: a signal costs a sending processor about 3 us, while others go on sending."""
 
@@ -632,12 +633,13 @@ def scaled_specialized(problem: AllGatherGemm, hardware: Hardware) -> VariantSpa
     """That of `push_specialized` for words of two codes, which take the time of numbers of 16 bits. X is a block of A, and some
     columns travel as words, with the scales.
     """
-    if problem.dtype != "e4m3":
+    if problem.dtype != "e4m3" or problem.operand != "e4m3":
         return None
     columns = scaled.BLOCKS_OF_ONE_SCALE if problem.scales == "block" else BLOCKS_N
 
     def suits(block_m: int, block_n: int) -> bool:
-        return block_n in BLOCKS_BESIDE_A.get(block_m, ()) and block_n <= SCALED_WIDEST and block_n in columns
+        whole = block_n <= SCALED_TOGETHER or block_n == SCALED_WIDEST
+        return block_n in BLOCKS_BESIDE_A.get(block_m, ()) and whole and block_n in columns
 
     return _specialized("scaled_specialized", as_words(problem), hardware, suits, BY_WORDS[1:])
 
@@ -767,7 +769,7 @@ def push_words(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | Non
 
 def scaled_push_words(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """That of `push_words` for words of two codes."""
-    if problem.dtype != "e4m3":
+    if problem.dtype != "e4m3" or problem.operand != "e4m3":
         return None
     columns = scaled.BLOCKS_OF_ONE_SCALE if problem.scales == "block" else BLOCKS_N
     return _by_words("scaled_push_words", as_words(problem), hardware, columns)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
-from autotax.hardware import Hardware
+from autotax.hardware import Hardware, lanes
 from autotax.operators.all_reduce_norm import REGISTERS, AllReduceNorm
-from autotax.spaces.pipeline import lanes
 
 MOST_WORDS = 1 << 21
 """Most words that a rank sends to another in one trip: 16 MiB."""

@@ -7,9 +7,8 @@ from dataclasses import replace
 from autotax.core.config import Config, Value
 from autotax.core.problem import power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
-from autotax.hardware import Hardware
+from autotax.hardware import Hardware, lanes
 from autotax.operators.decode_merge import DecodeMerge
-from autotax.spaces.pipeline import lanes
 
 MOST_TOGETHER = 16
 MOST_WORDS = 1 << 21

@@ -15,9 +15,8 @@ from autotax.core.config import Config, Value
 from autotax.core.errors import UsageError
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
-from autotax.hardware import Hardware
+from autotax.hardware import Hardware, blocks_held, lanes
 from autotax.operators.flash_decode import FlashDecode
-from autotax.spaces.pipeline import blocks_held, lanes
 
 MOST_SPLITS = 128
 MOST_WORDS = 1 << 21

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
-from autotax.hardware import Hardware
+from autotax.hardware import LINK_GBPS, Hardware
 from autotax.kernels.tiling import MOST_RANKS
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
-from autotax.operators.links import LINK_GBPS
 from autotax.operators.scaled import as_words
 from autotax.spaces import all_gather_gemm as gemm
 from autotax.spaces import scaled
@@ -293,7 +292,7 @@ def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantS
 
 def scaled_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
     """That of `push_specialized` for words of two codes, which take the time of numbers of 16 bits."""
-    if problem.dtype != "e4m3":
+    if problem.dtype != "e4m3" or problem.operand != "e4m3":
         return None
     wide = problem.scales != "block"
     return _specialized("scaled_specialized", as_words(problem), hardware, lambda m, n: n == 128 or (m == 64 and wide))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from autotax.core.config import Config, Value
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
-from autotax.hardware import Hardware
+from autotax.hardware import Hardware, lanes
 from autotax.operators.head_gather import HeadGather
-from autotax.spaces.pipeline import lanes
 
 MOST_SENDERS = 32
 

@@ -40,7 +40,7 @@ class Examples:
     @classmethod
     def of_any_operator(cls) -> Examples:
         """Examples of the first operator that has a varying size and three variants."""
-        fit = (each for each in operators().values() if each.examples and each.problem.varying() and len(each.variants) > 2)
+        fit = (one for one in operators().values() if one.examples and one.problem.varying() and len(one.variants) > 2)
         operator = next(fit)
         others = [name for name in operator.variants if name != operator.baseline]
         return cls(

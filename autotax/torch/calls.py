@@ -140,9 +140,10 @@ class ReduceCall:
     """One kind of call of fused_matmul_all_reduce, which torch lacks: every rank gets the whole sum."""
 
     problem: GemmReduceScatter
+    batch_invariant: bool = False
 
     @classmethod
-    def of(cls, a: Tensor, b: Tensor, ranks: int) -> ReduceCall:
+    def of(cls, a: Tensor, b: Tensor, ranks: int, batch_invariant: bool = False) -> ReduceCall:
         """Raises NotTaken."""
         if not a.dim() or b.dim() != 2 or a.shape[-1] != b.shape[0]:
             raise NotTaken(_TORCHS)
@@ -151,7 +152,8 @@ class ReduceCall:
         if layout is None:
             raise NotTaken(_LAYOUT)
         rows = math.prod(a.shape[:-1])
-        return cls(GemmReduceScatter(rows, b.shape[1], b.shape[0], DTYPES[a.dtype], "replicated", ranks, layout))
+        problem = GemmReduceScatter(rows, b.shape[1], b.shape[0], DTYPES[a.dtype], "replicated", ranks, layout)
+        return cls(problem, batch_invariant)
 
     def require(self, kernel: Any) -> None:
         """Raises NotTaken if the winner is a separate product and all-reduce, which the caller runs itself."""

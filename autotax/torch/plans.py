@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,7 @@ from autotax.db.lookup import lookup, peek
 from autotax.hardware import Hardware, detect
 from autotax.heap.collective_errors import by_rank
 from autotax.heap.world import World
-from autotax.nn.base import SizeChoice
-from autotax.nn.consensus import configs_for
+from autotax.nn.consensus import configs_for, invariant_config
 from autotax.nn.groups import GroupCalls, capturing
 from autotax.nn.tuned import Tuned
 from autotax.operators.calls import make_inputs
@@ -38,25 +37,24 @@ class BucketKernels(Tuned):
     Raises UsageError, on all ranks alike, if the config cannot be prepared.
     """
 
-    def _tune(self, problems: list[Problem], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
-        """See Tuned._tune. Prepares no baseline: the caller runs the calls that this kernel cannot serve."""
-        (problem,), (config,) = problems, configs
-        assert config is not None
-        self._kernels = {problem: self._operators([(problem, config)], hardware, notes)}
-        if not self._kernels[problem]:
-            raise UsageError("; ".join(notes) or f"{config} cannot be prepared for {problem.key}")
-        self._choices = (SizeChoice(problem, config),)
+    def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:  # noqa: ARG002
+        """None: the caller runs the calls that this kernel cannot serve."""
+        return []
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         """See Module._rehearsals. Yields one size of each kind for which Triton compiles a separate kernel."""
         from autotax.nn.prepare import one_of_each_kind, special
 
-        world, (most, least) = problem.world_size, (_rows(problem), bucket(_rows(problem))[0])
-        sizes = iter([most, *range(most // world * world, least - 1, -world)])
-        for rows in one_of_each_kind(sizes, lambda rows: (special(-(-rows // world)), special(rows))):
+        world = problem.world_size
+        for rows in one_of_each_kind(self._rows_served(problem), lambda rows: (special(-(-rows // world)), special(rows))):
             smaller = with_rows(problem, rows)
             call = make_inputs(smaller, 0, 0, torch.device("meta"))
             yield smaller, tuple(torch.empty_like(tensor, device=self._device) for tensor in (*call.tensors, call.out))
+
+    def _rows_served(self, problem: Problem) -> Iterator[int]:
+        """Numbers of rows for which a call may need a kernel, the greatest first."""
+        world, most = problem.world_size, _rows(problem)
+        return iter([most, *range(most // world * world, bucket(most)[0] - 1, -world)])
 
     def kernel_for(self, problem: Problem) -> Any:
         """The kernel for a problem of the bucket, or None if it cannot be fitted. Runs on the host only."""
@@ -64,9 +62,20 @@ class BucketKernels(Tuned):
         return self._fitted(kernel, problem)
 
 
+class InvariantKernels(BucketKernels):
+    """One config for all numbers of rows up to INVARIANT_ROWS; a row of the result has the same bits in all of them."""
+
+    def _rows_served(self, problem: Problem) -> Iterator[int]:
+        return iter(range(_rows(problem), 0, -1))
+
+
 def _rows(problem: Problem) -> int:
     rows: int = problem.to_dict()["m"]
     return rows
+
+
+def _keeps_bits(call: Any) -> bool:
+    return getattr(call, "batch_invariant", False)
 
 
 def with_rows(problem: Problem, rows: int) -> Problem:
@@ -79,15 +88,18 @@ def with_rows(problem: Problem, rows: int) -> Problem:
 CAPTURED = "its first call came while a graph was being captured, when ranks cannot prepare: call it once before"
 ALONE = "the group has one rank"
 GRADIENT = "a tensor requires a gradient, which these operators do not record"
+INVARIANT_ROWS = 8192
+"""The greatest number of rows for which a batch-invariant kernel is prepared. More rows take several calls of it."""
 Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """The database and the conditions of look-ups."""
+    """The database and the conditions of look-ups, and whether stale winners are proven first (see AllGatherLinear)."""
 
     db: str | Path | None = None
     conditions: Conditions | None = None
+    prove: bool | float = False
 
 
 class Plan:
@@ -123,8 +135,10 @@ class GroupPlans:
         self.settings = settings
         self.ranks = group.size()
         self.calls = GroupCalls.of(group)
+        self.invariant_rows = INVARIANT_ROWS
         self.known: dict[Key, Plan] = {}
-        self._prepared: dict[Problem, BucketKernels | str] = {}
+        self._prepared: dict[tuple[Problem, bool], BucketKernels | str] = {}
+        """By the greatest problem that they serve, and whether they are batch-invariant; or why there are none."""
         self._parted = ""
         """Set when the ranks have made different calls: the reason why all later calls stay torch's."""
         self._warned: set[str] = set()
@@ -133,10 +147,24 @@ class GroupPlans:
         """The plan for a kind of call. Collective for a new kind, except during graph capture."""
         shapes = _shown(key[1:])
         if capturing(self.device):
+            if plan := self._plan_of_invariant(operator, shapes, read):
+                return plan
             self._warn(f"{operator}{shapes} is left to torch: {CAPTURED}")
             return self.left(operator, shapes, CAPTURED)  # not stored: the next call tries again
         plan = self.known[key] = self._decide(operator, shapes, read)
         return plan
+
+    def _plan_of_invariant(self, operator: str, shapes: str, read: Callable[[int], Any]) -> Plan | None:
+        """The plan of a batch-invariant call whose kernel is prepared already; the ranks need not agree on it again."""
+        try:
+            call = read(self.ranks)
+        except NotTaken:
+            return None
+        prepared = self._prepared.get((with_rows(call.problem, self.invariant_rows), _keeps_bits(call)))
+        if not isinstance(prepared, InvariantKernels):
+            return None
+        kernel = prepared.kernel_for(call.problem)
+        return kernel and Plan(count_of(operator, shapes, str(kernel.config)), call, kernel, calls=self.calls)
 
     def left(self, operator: str, shapes: str, reason: str, missed: Callable[[], object] | None = None) -> Plan:
         """A plan that leaves calls to torch."""
@@ -156,52 +184,58 @@ class GroupPlans:
             self._warn(self._parted)
             return self.left(operator, shapes, self._parted)
         try:
-            asked = read(self.ranks)
+            call = read(self.ranks)
         except NotTaken as reason:
             return self.left(operator, shapes, str(reason))
         try:
-            kernel = self._kernel(world, asked)
-            asked.require(kernel)
+            kernel = self._kernel(world, call)
+            call.require(kernel)
         except NotTaken as reason:
-            return self.left(operator, shapes, str(reason), self._miss(asked.problem))
-        return Plan(count_of(operator, shapes, str(kernel.config)), asked, kernel, calls=self.calls)
+            return self.left(operator, shapes, str(reason), self._miss(call.problem))
+        return Plan(count_of(operator, shapes, str(kernel.config)), call, kernel, calls=self.calls)
 
-    def _kernel(self, world: World, asked: Any) -> Any:
+    def _kernel(self, world: World, call: Any) -> Any:
         """The prepared kernel for a call. Collective. Raises NotTaken, on all ranks alike."""
-        problem = asked.problem
+        problem = call.problem
         last = representative(problem).to_dict()["m"]
         shared = self.ranks if problem.to_dict().get("output") != "replicated" else 1
         # The greatest size of the bucket that the ranks divide.
-        for largest in dict.fromkeys((with_rows(problem, last // shared * shared), problem)):
-            if largest not in self._prepared:
-                self._prepared[largest] = self._prepare(world, largest)
-            prepared = self._prepared[largest]
+        sizes = (with_rows(problem, last // shared * shared), problem)
+        for largest in [with_rows(problem, self.invariant_rows)] if _keeps_bits(call) else dict.fromkeys(sizes):
+            key = largest, _keeps_bits(call)
+            if key not in self._prepared:
+                self._prepared[key] = self._prepare(world, *key)
+            prepared = self._prepared[key]
             if isinstance(prepared, str):
                 raise NotTaken(prepared)
             if kernel := prepared.kernel_for(problem):
                 return kernel
+        if _keeps_bits(call):  # torch's operator would give this number of rows other bits
+            raise UsageError(f"batch_invariant is set, and no kernel takes {problem.key}: give another database")
         raise NotTaken("the winner cannot be fitted to this number of rows")
 
-    def _prepare(self, world: World, problem: Problem) -> BucketKernels | str:
-        """The kernels for a bucket, or why there are none. Collective."""
+    def _prepare(self, world: World, problem: Problem, batch_invariant: bool) -> BucketKernels | str:
+        """The kernels for a bucket, or for all numbers of rows, or why there are none. Collective."""
         db, conditions = self.settings.db, self.settings.conditions
         hardware = detect(world.backend)
         deployed = conditions or Conditions.usual(hardware.on_gpu)
         try:
-            (config,), notes = configs_for(world, [problem], hardware, deployed, db, None, counted=False)
+            if batch_invariant:
+                return self._made(InvariantKernels, problem, invariant_config(world, problem, hardware, deployed, db, None))
+            (config,), notes = configs_for(world, [problem], hardware, deployed, db, None, self.settings.prove, counted=False)
             for note in notes:
                 self._warn(f"torch's own is taken there: {note}")
             if config is None:
                 return notes[0] if notes else peek(problem, hardware=hardware, db=db, conditions=deployed).reason
-            return self._made(problem, config)
+            return self._made(BucketKernels, problem, config)
         except Exception as error:  # torch's operator is right, whatever has failed
             reason = " ".join((str(error) or type(error).__name__).split())
             self._warn(f"torch's own is taken for {problem.key}: {reason}")
             return reason
 
-    def _made(self, problem: Problem, config: Config) -> BucketKernels:
+    def _made(self, kind: type[BucketKernels], problem: Problem, config: Config) -> BucketKernels:
         db, conditions = self.settings.db, self.settings.conditions
-        return BucketKernels(problem, self.group, device=self.device, db=db, conditions=conditions, config=config)
+        return kind(problem, self.group, device=self.device, db=db, conditions=conditions, config=config)
 
     def _miss(self, problem: Problem) -> Callable[[], object]:
         """Returns a function that counts a miss for this problem: see autotax.save_misses."""

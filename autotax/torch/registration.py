@@ -46,16 +46,22 @@ def _declare() -> torch.library.Library:
         for key in KEYS:
             library.impl(name, OPERATORS[name], key)
         library.impl(name, getattr(torch_symm_mem, METAS[name]), "Meta")
-    library.define(f"{REDUCE}(Tensor A, Tensor B, str group_name) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
+    reduce = f"{REDUCE}(Tensor A, Tensor B, str group_name, bool batch_invariant=False) -> Tensor"
+    library.define(reduce, tags=(torch.Tag.needs_fixed_stride_order,))
     for key in KEYS:
         library.impl(REDUCE, symm_mem.matmul_all_reduce, key)
-    library.impl(REDUCE, lambda a, b, _: a.new_empty(*a.shape[:-1], b.shape[1]), "Meta")
+    library.impl(REDUCE, lambda a, b, *_: a.new_empty(*a.shape[:-1], b.shape[1]), "Meta")
+    arguments = "Tensor A, Tensor B, Tensor? A_scale, Tensor B_scale, str quantize, str collective, str group_name"
+    library.define(f"{scaled.QUANTISED}({arguments}) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
+    for key in KEYS:
+        library.impl(scaled.QUANTISED, scaled.quantised_matmul, key)
+    library.impl(scaled.QUANTISED, scaled.meta_of_quantised_matmul, "Meta")
     return library
 
 
 def lack(name: str) -> str:
     """The reason why an operator of this torch cannot be replaced, in one line; empty if it can."""
-    missing = [each for each in (METAS[name], OWN[name]) if not hasattr(torch_symm_mem, each)]
+    missing = [attribute for attribute in (METAS[name], OWN[name]) if not hasattr(torch_symm_mem, attribute)]
     if missing:
         return f"torch {torch.__version__} has no {' and no '.join(missing)} to fall back to"
     overload = getattr(getattr(torch.ops.symm_mem, name, None), "default", None)
@@ -69,7 +75,7 @@ def lack(name: str) -> str:
 
 
 def install(
-    db: str | Path | None = None, ops: Sequence[str] = ALL, *, conditions: Conditions | None = None
+    db: str | Path | None = None, ops: Sequence[str] = ALL, *, conditions: Conditions | None = None, prove: bool | float = False
 ) -> Status:
     """Makes torch's fused operators run tuned kernels where a winner exists. Replaces an earlier installation.
 
@@ -79,6 +85,7 @@ def install(
     - `db`: the database, a path or a URL; default: yours.
     - `ops`: which of OPERATORS.
     - `conditions`: the conditions of calls (autotax.core.conditions.Conditions); the default depends on the hardware.
+    - `prove`: at the first call of a shape, prove its winner again if it is stale only in software: see AllGatherLinear.
 
     An operator whose schema in this torch is not the known one stays torch's, with a RuntimeWarning. Raises UsageError for an
     operator that is not one of them.
@@ -86,7 +93,7 @@ def install(
     if unknown := [name for name in ops if name not in ALL]:
         raise UsageError(f"ops has {', '.join(map(repr, unknown))}; allowed are {', '.join(ALL)}: give some of these")
     uninstall()
-    plans.use(plans.Deployment(db, conditions))
+    plans.use(plans.Deployment(db, conditions, prove))
     states = {name: lack(name) or "autotax" if name in ops else "torch, not asked for" for name in ALL}
     global _library
     _library = torch.library.Library("symm_mem", "IMPL")
@@ -97,7 +104,7 @@ def install(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that its CUDA implementation is overridden, which is intended
             for key in KEYS:
-                _library.impl(name, OPERATORS[name], key)
+                _library.impl(name, OPERATORS[name], key, allow_override=True)
     note_operators(states)
     return status()
 

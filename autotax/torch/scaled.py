@@ -1,13 +1,14 @@
 """Torch's fused operators with products of e4m3: their calls as problems, and the operators that `install` puts in their place.
 
-A call keeps torch's own operator where it has a bias in front of the collective, a scale of the result, e5m2, gathers or scatters
+`quantised_matmul` has no counterpart in torch: it is the parallel layer of a serving engine, with an FP8 weight and wide inputs.
+A call keeps torch's own operator where it has a bias in front of the collective, a scale of the result, gathers or scatters
 another dimension than the first, or has scales of blocks. Fast accumulation is a permission: kernels here do not use it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +17,20 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
 from torch import Tensor
 
+from autotax.core.errors import UsageError
 from autotax.kernels.all_gather_gemm.gathered import gathered_codes, keeps_codes
-from autotax.nn.fallback import all_gather
+from autotax.nn.fallback import all_gather, reduce_scatter
 from autotax.nn.groups import on_device
+from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
-from autotax.operators.scaled import laid_out, library_product
+from autotax.operators.scaled import SCALES_OF, laid_out, library_product, quantised, scales_of, scales_shape
 from autotax.torch.calls import _TORCHS, NotTaken, aligned, layout_of, ready
 from autotax.torch.plans import plans_of
 
 GATHER_SCALED, SCATTER_SCALED = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
+QUANTISED = "fused_quantised_matmul"
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+"""The collectives of `quantised_matmul`."""
 ARGUMENTS = {
     GATHER_SCALED: (
         "A", "Bs", "A_scale", "B_scales", "gather_dim", "group_name", "biases", "result_scales", "out_dtypes", "use_fast_accum",
@@ -41,6 +47,8 @@ FALLBACKS = {
 }
 TORCHS = {GATHER_SCALED: "_fused_all_gather_scaled_matmul", SCATTER_SCALED: "_fused_scaled_matmul_reduce_scatter"}
 CODES = torch.float8_e4m3fn
+OPERANDS = {CODES: "e4m3", torch.float8_e5m2: "e5m2"}
+"""Types of A: gradients come in e5m2."""
 RESULTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -48,8 +56,8 @@ def _require(a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype | None, b
     """The type of a result. Raises NotTaken."""
     if b.dim() != 2 or a.dim() < 2:
         raise NotTaken(_TORCHS)
-    if a.dtype is not CODES or b.dtype is not CODES:
-        raise NotTaken(f"A is {a.dtype} and B {b.dtype}; kernels multiply {CODES}")
+    if a.dtype not in OPERANDS or b.dtype is not CODES:
+        raise NotTaken(f"A is {a.dtype} and B {b.dtype}; kernels multiply {CODES}, or an A in e5m2 by it")
     if dtype not in RESULTS:
         raise NotTaken(f"the result is {dtype}; kernels give {', '.join(map(str, RESULTS))}")
     if bias is not None or result_scale is not None:
@@ -98,7 +106,8 @@ class ScaledGatherCall:
         n, k = bs[first].shape[1], a.shape[-1]
         if any(b.shape[0] != k for b in bs):
             raise NotTaken(_TORCHS)
-        problem = AllGatherGemm(rows * ranks, n, k, "e4m3", "m", ranks, "nk", layouts.pop(), names[first])
+        fields = layouts.pop(), names[first], "none", OPERANDS[a.dtype]
+        problem = AllGatherGemm(rows * ranks, n, k, "e4m3", "m", ranks, "nk", *fields)
         return cls(problem, first, tuple(dtype for dtype, *_ in more if dtype))
 
     def require(self, kernel: Any) -> None:
@@ -147,7 +156,8 @@ class ScaledScatterCall:
         if dims != (0, 0) or reduce_op not in ("sum", "avg") or rows % ranks or a.shape[-1] != b.shape[0]:
             raise NotTaken("another dimension than the first is scattered, or ranks do not divide it")
         layout = _layout(scale_a, scale_b, rows, rows)
-        problem = GemmReduceScatter(rows, b.shape[1], b.shape[0], "e4m3", "scattered", ranks, "nk", layout, name)
+        fields = layout, name, "none", OPERANDS[a.dtype]
+        problem = GemmReduceScatter(rows, b.shape[1], b.shape[0], "e4m3", "scattered", ranks, "nk", *fields)
         return cls(problem, reduce_op == "avg")
 
     def require(self, kernel: Any) -> None:
@@ -168,6 +178,43 @@ class ScaledScatterCall:
         return out.view(lead[0] // problem.world_size, *lead[1:], problem.n)
 
 
+@dataclass(frozen=True)
+class QuantisedCall:
+    """One kind of call of fused_quantised_matmul."""
+
+    problem: AllGatherGemm | GemmReduceScatter
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor, quantize: str, collective: str, ranks: int) -> QuantisedCall:
+        """Raises NotTaken."""
+        if a.dtype not in RESULTS or not a.numel():
+            raise NotTaken(f"A is {a.dtype} {list(a.shape)}; kernels quantise {', '.join(map(str, RESULTS))}")
+        if collective == REDUCE_SCATTER and a.shape[0] % ranks:
+            raise NotTaken("the ranks do not divide the rows")
+        rows, (n, k), more = math.prod(a.shape[:-1]), b.shape, ("nk", SCALES_OF[quantize], RESULTS[a.dtype], quantize)
+        try:
+            if collective == ALL_GATHER:
+                return cls(AllGatherGemm(rows * ranks, n, k, "e4m3", "m", ranks, *more))
+            output = "replicated" if collective == ALL_REDUCE else "scattered"
+            return cls(GemmReduceScatter(rows, n, k, "e4m3", output, ranks, *more))
+        except UsageError as error:
+            raise NotTaken(str(error)) from None
+
+    def require(self, kernel: Any) -> None:
+        """Raises NotTaken if the winner is bulk-synchronous, which the caller runs itself."""
+        if kernel.config.variant == registry.of(self.problem).baseline:
+            raise NotTaken("a product and a collective one after another are the fastest")
+
+    def run(self, kernel: Any, a: Tensor, b: Tensor, scale_a: Tensor | None, scales_b: Tensor) -> Tensor:
+        """Runs the kernel. The result is contiguous."""
+        problem = self.problem
+        rows = problem.m if isinstance(problem, AllGatherGemm) else problem.out_rows
+        x, out = ready(a.reshape(-1, problem.k)), a.new_empty(rows, problem.n)
+        of_a = () if scale_a is None else (scale_a.view(1),)
+        kernel(x, aligned(b), *of_a, of_weight(scales_b, problem.scales, b), out)
+        return out.view(-1, *a.shape[1:-1], problem.n)
+
+
 def all_gather_scaled_matmul(
     A: Tensor, Bs: list[Tensor], A_scale: Tensor, B_scales: list[Tensor], gather_dim: int, group_name: str,
     biases: list[Tensor | None], result_scales: list[Tensor | None], out_dtypes: list[Any], use_fast_accum: list[bool],
@@ -176,7 +223,7 @@ def all_gather_scaled_matmul(
     dtypes = [_dtype(dtype) for dtype in out_dtypes]
     more = list(zip(dtypes, biases, result_scales, strict=True))
     plans = plans_of(group_name, A.device)
-    odd = any(each is not None for each in (*biases, *result_scales))
+    odd = any(tensor is not None for tensor in (*biases, *result_scales))
     of_b = [(B.shape, B.stride(), B.dtype, scale.numel()) for B, scale in zip(Bs, B_scales, strict=True)]
     key = (GATHER_SCALED, A.shape, A.dtype, gather_dim, A_scale.numel(), *of_b, *dtypes, odd)
     plan = plans.known.get(key)
@@ -215,6 +262,94 @@ def scaled_matmul_reduce_scatter(
         return plan.asked.run(plan.kernel, A, B, A_scale, B_scale, output_shape)
 
 
+def quantised_matmul(
+    A: Tensor, B: Tensor, A_scale: Tensor | None, B_scale: Tensor, quantize: str, collective: str, group_name: str
+) -> Tensor:
+    """quantised A @ B: of the rows of all ranks, or summed over the ranks.
+
+    A call without a kernel is the one set by `run_by`, or a quantiser, a product and a collective of torch.
+
+    Args:
+        A: [..., k], bf16 or fp16; with a collective of rows its first dimension holds them.
+        B: e4m3 [n, k], or [k, n] if that is its transposed view.
+        A_scale: float32 [1] with `quantize="static"`, else None.
+        B_scale: float32, of rows, of blocks, or at least one of the tensor.
+        quantize: row, block or static.
+        collective: all_gather, reduce_scatter or all_reduce.
+        group_name: of the process group.
+    """
+    b = by_rows(B, A.shape[-1])
+    plans = plans_of(group_name, A.device)
+    key = (QUANTISED, A.shape, A.dtype, b.shape, quantize, collective)
+    plan = plans.known.get(key)
+    if plan is None:
+        plan = plans.plan(QUANTISED, key, lambda ranks: QuantisedCall.of(A, b, quantize, collective, ranks))
+    if plan.counted():
+        assert isinstance(plan.asked, QuantisedCall)
+        with on_device(A.device.index), plan.calls:
+            return plan.asked.run(plan.kernel, A, b, A_scale, B_scale)
+    if (run := _runs.get(B.data_ptr())) is not None and (result := run(A)) is not None:
+        return result
+
+    def product(x: Tensor) -> Tensor:
+        flat, layout = x.reshape(-1, b.shape[1]), SCALES_OF[quantize]
+        scales, out = scales_of(flat, quantize) if A_scale is None else A_scale.view(1), x.new_empty(*x.shape[:-1], len(b))
+        codes = quantised(flat, scales, quantize)
+        library_product(codes, scales, b, of_weight(B_scale, layout, b), layout, out.view(-1, len(b)))
+        return out
+
+    return with_collective(A, product, collective, dist.distributed_c10d._resolve_process_group(group_name))  # type: ignore[arg-type]
+
+
+def meta_of_quantised_matmul(A: Tensor, B: Tensor, *more: Any) -> Tensor:
+    """The shape of the result."""
+    *_, collective, group_name = more
+    ranks, first = dist.distributed_c10d._resolve_process_group(group_name).size(), A.shape[0]
+    rows = {ALL_GATHER: first * ranks, REDUCE_SCATTER: first // ranks, ALL_REDUCE: first}[collective]
+    return A.new_empty(rows, *A.shape[1:-1], B.numel() // A.shape[-1])
+
+
+def with_collective(x: Tensor, product: Callable[[Tensor], Tensor], collective: str, group: dist.ProcessGroup) -> Tensor:
+    """A product between, or behind, what the collective library does."""
+    if collective == ALL_GATHER:
+        whole = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+        all_gather(whole, x.contiguous(), group)
+        return product(whole)
+    y = product(x)
+    if collective == ALL_REDUCE:
+        dist.all_reduce(y, group=group)
+        return y
+    own = y.new_empty(y.shape[0] // group.size(), *y.shape[1:])
+    reduce_scatter(own, y, group)
+    return own
+
+
+_runs: dict[int, Callable[[Tensor], Tensor | None]] = {}
+"""By the address of a weight."""
+
+
+def run_by(weight: Tensor, call: Callable[[Tensor], Tensor | None]) -> None:
+    """Sets what serves calls of `quantised_matmul` with this weight where there is no kernel, or returns None.
+
+    An engine's layer is found by its weight, so that compiled graphs of equal layers are equal.
+    """
+    _runs[weight.data_ptr()] = call
+
+
+def by_rows(weight: Tensor, k: int) -> Tensor:
+    """A weight as [n, k], contiguous, without a copy. Raises NotTaken."""
+    for b in (weight, weight.t()):
+        if b.dim() == 2 and b.shape[1] == k and b.is_contiguous():
+            return b
+    raise NotTaken("B is neither [n, k] nor the transposed view of it")
+
+
+def of_weight(scales: Tensor, layout: str, b: Tensor) -> Tensor:
+    """The scales of B [n, k] as kernels take them: the first of `scales` where one serves the whole tensor. Not a copy."""
+    shape = scales_shape(layout, *b.shape, weight=True)
+    return scales.reshape(-1)[: math.prod(shape)].view(shape)
+
+
 def _torchs_gather(
     a: Tensor, bs: list[Tensor], scale_a: Tensor, scales_b: list[Tensor], gather_dim: int, group_name: str, *more: Any
 ) -> tuple[Tensor, list[Tensor]]:
@@ -241,7 +376,7 @@ def _torchs_gather(
         flat = torch._scaled_mm(whole.flatten(0, -2), b, scale_a, scale_b, *of_b)
         return flat.unflatten(0, whole.shape[:-1]).movedim(0, gather_dim)
 
-    return whole.movedim(0, gather_dim), [product(*each) for each in zip(bs, scales_b, *more, strict=True)]
+    return whole.movedim(0, gather_dim), [product(*operands) for operands in zip(bs, scales_b, *more, strict=True)]
 
 
 def _torchs_scatter(
@@ -255,9 +390,9 @@ def _torchs_scatter(
     return result / dist.distributed_c10d._resolve_process_group(group_name).size() if average else result  # type: ignore[arg-type]
 
 
-def _dtype(given: Any) -> torch.dtype | None:
+def _dtype(dtype: Any) -> torch.dtype | None:
     """A torch.dtype from what torch's dispatcher passes, which may be a number."""
-    return torch_symm_mem._maybe_convert_scalar_types_to_dtypes([given])[0] if isinstance(given, int) else given
+    return torch_symm_mem._maybe_convert_scalar_types_to_dtypes([dtype])[0] if isinstance(dtype, int) else dtype
 
 
 OPERATORS: dict[str, Any] = {GATHER_SCALED: all_gather_scaled_matmul, SCATTER_SCALED: scaled_matmul_reduce_scatter}

@@ -84,6 +84,6 @@ def status() -> Status:
 
 
 def _calls() -> Iterator[CallStatus]:
-    for each in sorted(_counts.values(), key=lambda count: (-count.calls, count.operator, count.call)):
-        if each.calls:
-            yield CallStatus(each.operator, each.call, each.runs, each.reason, each.calls)
+    for counted in sorted(_counts.values(), key=lambda count: (-count.calls, count.operator, count.call)):
+        if counted.calls:
+            yield CallStatus(counted.operator, counted.call, counted.runs, counted.reason, counted.calls)

@@ -278,17 +278,17 @@ def _of_one_type(x: Tensor, weight: Tensor, bias: Tensor | None, device: str) ->
     autocast = torch.is_autocast_enabled(device)
     if autocast:
         # Autocast leaves float64 as it is, so torch handles it or reports the error.
-        if any(each.itemsize not in (2, 4) for each in (dtype, *dtypes)):
+        if any(item.itemsize not in (2, 4) for item in (dtype, *dtypes)):
             return None
     elif dtypes != (dtype, dtype):
         return None
-    for each in (x, weight, bias):
-        if each is not None and not (
-            type(each) in PLAIN
-            and each.layout is torch.strided
-            and each.device.type == device
-            and each.is_floating_point()
-            and each.numel()
+    for item in (x, weight, bias):
+        if item is not None and not (
+            type(item) in PLAIN
+            and item.layout is torch.strided
+            and item.device.type == device
+            and item.is_floating_point()
+            and item.numel()
         ):
             return None
     if autocast:

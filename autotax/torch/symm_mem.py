@@ -63,19 +63,23 @@ def matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
         return plan.asked.run(plan.kernel, A, B)
 
 
-def matmul_all_reduce(A: Tensor, B: Tensor, group_name: str) -> Tensor:
+def matmul_all_reduce(A: Tensor, B: Tensor, group_name: str, batch_invariant: bool = False) -> Tensor:
     """The sum of A @ B over the ranks, on every rank. A [..., k] and B [k, n] are this rank's.
 
-    A call without a kernel is a product and the all-reduce of the group: torch's all-reduce, or one set by `reduce_by`.
+    With `batch_invariant` a row of the result has the same bits however many rows there are: one config runs all calls. A call
+    without a kernel is a product and the all-reduce of the group: torch's all-reduce, or one set by `reduce_by`.
     """
     if is_grad_enabled() and (A.requires_grad or B.requires_grad):
         count_of(REDUCE, "", TORCH, GRADIENT).calls += 1
         return torch_matmul_all_reduce(A, B, group_name)
     plans = plans_of(group_name, A.device)
-    key = (REDUCE, A.shape, A.dtype, B.shape, B.stride(), B.dtype)
+    if batch_invariant and A.dim() > 1 and A.numel() > plans.invariant_rows * A.shape[-1]:
+        parts = A.reshape(-1, A.shape[-1]).split(plans.invariant_rows)
+        return torch.cat([matmul_all_reduce(part, B, group_name, True) for part in parts]).view(*A.shape[:-1], B.shape[1])
+    key = (REDUCE, A.shape, A.dtype, B.shape, B.stride(), B.dtype, *["batch-invariant"] * batch_invariant)
     plan = plans.known.get(key)
     if plan is None:
-        plan = plans.plan(REDUCE, key, lambda ranks: ReduceCall.of(A, B, ranks))
+        plan = plans.plan(REDUCE, key, lambda ranks: ReduceCall.of(A, B, ranks, batch_invariant))
     if not plan.counted():
         return torch_matmul_all_reduce(A, B, group_name)
     assert isinstance(plan.asked, ReduceCall)

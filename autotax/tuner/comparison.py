@@ -18,11 +18,12 @@ from autotax.db.records import Place
 from autotax.db.staleness import differences
 from autotax.hardware import Hardware
 from autotax.operators import registry
-from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
+from autotax.runner.measurement import Candidate, Effort, Measurement, Runner, TimeIsUp
 from autotax.software import environment
 from autotax.spaces import Space
 from autotax.tuner.run_recorder import FINALISTS
 from autotax.tuner.statistics import speedup
+from autotax.tuner.tuning import TimeLimit
 
 UNPAIRED = 0.05
 """Two standard deviations of a search's figure."""
@@ -115,7 +116,8 @@ BASELINES = ("bsp-graph", "bsp-eager")
 @dataclass(frozen=True)
 class Row:
     """`speedup` is over BSP, from paired samples. BSP is launched like the comparison: in a graph, or eager on CPU ranks. It is
-    None if either row is not verified. `source` names the evidence for the choice of the config; None if there was no choice.
+    None if either row is not verified, and for eager calls beside calls in place. `source` names the evidence for the choice of
+    the config; None if there was no choice.
     """
 
     name: str
@@ -168,6 +170,8 @@ class Comparison:
         """The best alternative: the fastest verified row that is not autotax."""
         peers = (name for peer in registry.of(self.problem).peers.values() if not peer.part for name in peer.rows())
         rows = [row for name in (*BASELINES, *peers) if (row := self.row(name)) and row.measurement.samples]
+        if tuned := self.row(TUNED):
+            rows = [row for row in rows if _alike(row.measurement, tuned.measurement)]
         return min(rows, key=lambda row: row.measurement.latency_us or 0.0, default=None)
 
     @property
@@ -186,19 +190,26 @@ def compare(
     baseline: Choice,
     variants: Sequence[Choice] = (),
     conditions: Conditions | None = None,
+    limit: TimeLimit | None = None,
 ) -> Comparison:
     """Measures `tuned`, BSP, each of `variants` and the operator's peers, under `conditions` (None: usual ones). Rows named
     `graph` or `eager` are launched like that under all conditions. If the conditions are in place, the rows of graphs are
     measured in place.
 
     Rows of the same config under the same conditions share one measurement. A row that fails carries its status and does not end
-    the others. Raises UsageError for conditions that the machine does not know.
+    the others. If `limit` comes first, there are no rows. Raises UsageError for conditions that the machine does not know.
     """
     conditions = as_deployed(conditions, hardware)
     labelled = _candidates(problem, hardware, tuned, baseline, conditions)
     labelled |= {choice.config.variant: (Candidate(choice.config, conditions), choice.source) for choice in variants}
     unique = list(dict.fromkeys(candidate for candidate, _ in labelled.values()))
-    measured = dict(zip(unique, runner.measure(problem, unique, EFFORT), strict=True))
+    within_s = limit.left if limit and limit.seconds is not None else None
+    try:
+        measurements = runner.measure(problem, unique, replace(EFFORT, within_s=within_s))
+    except TimeIsUp as stage:
+        late = f"{limit} came first ({stage}): give it more time"
+        return Comparison(problem, hardware, conditions, (), None, late)
+    measured = dict(zip(unique, measurements, strict=True))
     reference = measured[labelled[f"bsp-{launched(conditions, hardware)}"][0]]
     rows = tuple(
         Row(name, candidate.config.variant, measured[candidate], _speedup(reference, measured[candidate]), source)
@@ -229,13 +240,13 @@ def _candidates(
     modes = {mode: replace(conditions, mode=mode) for mode in ("graph", "eager")}
     modes[launched(conditions, hardware)] = conditions
     labelled: dict[str, tuple[Candidate, str | None]] = {TUNED: (Candidate(tuned.config, conditions), tuned.source)}
-    known = {mode: under for mode, under in modes.items() if hardware.on_gpu or mode == "eager"}
-    for mode, under in known.items():
+    possible = {mode: under for mode, under in modes.items() if hardware.on_gpu or mode == "eager"}
+    for mode, under in possible.items():
         labelled[f"bsp-{mode}"] = Candidate(baseline.config, under), baseline.source
     for peer in registry.of(problem).peers.values():
         if peer.where(problem, hardware):
             rows = dict(zip(peer.rows(), peer.modes or [""], strict=True))
-            made = {row: known.get(mode) if mode else conditions for row, mode in rows.items()}
+            made = {row: possible.get(mode) if mode else conditions for row, mode in rows.items()}
             labelled |= {row: (Candidate(Config(peer.name), call), None) for row, call in made.items() if call}
     return labelled
 
@@ -243,4 +254,9 @@ def _candidates(
 def _speedup(reference: Measurement, measurement: Measurement) -> float | None:
     if not (reference.verified and measurement.verified and reference.samples and measurement.samples):
         return None
-    return speedup(reference.rounds, measurement.rounds)[0]
+    return speedup(reference.rounds, measurement.rounds)[0] if _alike(reference, measurement) else None
+
+
+def _alike(one: Measurement, other: Measurement) -> bool:
+    """Whether figures of two rows can be compared: an eager call has none in place."""
+    return one.candidate.conditions.in_place == other.candidate.conditions.in_place

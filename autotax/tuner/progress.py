@@ -39,6 +39,12 @@ class Progress:
     gain: float | None = None
     """Expected gain of the next eight trials, as a share of the best latency; None without a model."""
 
+    def __repr__(self) -> str:
+        """`<Progress my-op/m=512,...: searching, 30 of 60 trials, best push(comm=8) 118.2 us>`"""
+        us = self.best.latency_us if self.best else None
+        best = f", best {self.best.config} {us:.1f} us" if self.best and us is not None else ""
+        return f"<Progress {self.problem.key}: {self.phase}, {self.done} of {self.wanted} trials{best}>"
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -96,12 +102,12 @@ class Verdict:
         """`<Verdict my-op/m=512,...: push(comm=8) 1.31x over BSP [1.28, 1.33], 118.2 us; 60 trials>`"""
         best = self.winner
         if best is None:
-            found = "interrupted" if self.interrupted else "the time limit came first" if self.late else "nothing verified"
+            outcome = "interrupted" if self.interrupted else "the time limit came first" if self.late else "nothing verified"
         else:
             low, high = best.interval
-            found = f"{best.measurement.config} {best.speedup:.2f}x over BSP [{low:.2f}, {high:.2f}]"
-            found += f", {best.measurement.latency_us:.1f} us" if best.measurement.latency_us is not None else ""
-        return f"<Verdict {self.problem.key}: {found}; {sum(self.trials.values())} trials>"
+            outcome = f"{best.measurement.config} {best.speedup:.2f}x over BSP [{low:.2f}, {high:.2f}]"
+            outcome += f", {best.measurement.latency_us:.1f} us" if best.measurement.latency_us is not None else ""
+        return f"<Verdict {self.problem.key}: {outcome}; {sum(self.trials.values())} trials>"
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -176,9 +182,9 @@ class Accounts:
         its finalists. `trials` and `trials_per_minute` cover the search alone, which took `search_s`.
         """
         seconds = self.seconds
-        told = {} if self.gain is None else {"gain": self.gain}
+        gain = {} if self.gain is None else {"gain": self.gain}
         search_s = seconds if self.search_s is None else self.search_s
-        return told | {
+        return gain | {
             "device_s": self.device_s,
             "compile_s": self.compile_s,
             "ranks_s": max(0.0, self.measuring_s - self.device_s - self.compile_s),

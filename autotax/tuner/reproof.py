@@ -19,7 +19,7 @@ from autotax.spaces import space_for
 from autotax.tuner.finalists import run_finalists
 from autotax.tuner.progress import Accounts, Listener, Silence, Verdict
 from autotax.tuner.run_recorder import Ledger
-from autotax.tuner.time_limit import TimeLimit
+from autotax.tuner.tuning import TimeLimit
 
 
 def prove(
@@ -40,7 +40,7 @@ def prove(
     decision. Raises UsageError and MachineError as `tune` does.
     """
     space = space_for(problem, hardware)
-    settings = settings.on(hardware)
+    settings = replace(settings, proof=True).on(hardware)
     assert settings.conditions is not None and settings.soak is not None
     conditions = settings.conditions
     accounts = Accounts()
@@ -75,7 +75,7 @@ def prove(
     except TimeIsUp as stage:
         late = True
         ledger.notice(f"{limit} came in the finals ({stage}), so nothing is decided")
-        ledger.end("interrupted", accounts.told())
+        ledger.end("failed", accounts.told())
     except KeyboardInterrupt:
         interrupted = True
         ledger.abandon("interrupted", accounts.told())

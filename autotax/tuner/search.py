@@ -34,8 +34,7 @@ from autotax.operators import registry
 from autotax.runner.measurement import Measurement, Runner
 from autotax.software import Environment
 from autotax.spaces import Space, space_for
-from autotax.tuner.model import Model
-from autotax.tuner.prior import Prior, prior_for, usual_sampler
+from autotax.tuner.model import Model, Prior, prior_for, usual_sampler
 from autotax.tuner.study import finished, sampler_for
 
 PATIENCE = 12

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem
@@ -27,12 +28,10 @@ from autotax.tuner.finalists import (
     told,
 )
 from autotax.tuner.progress import Accounts, FailedVariant, Listener, Progress, Silence, Verdict
-from autotax.tuner.run_recorder import Ledger
-from autotax.tuner.run_recovery import Flight
+from autotax.tuner.run_recorder import Flight, Ledger
 from autotax.tuner.search import UPCOMING, Search, opened, without_ladder
 from autotax.tuner.statistics import beside, doubtful, score_us, settled
 from autotax.tuner.study import Study, study_name
-from autotax.tuner.time_limit import TimeLimit
 
 HOPELESS = 2.0
 """A candidate slower than the best by this factor is given up after its first samples."""
@@ -390,12 +389,48 @@ class _Run:
         for measurement in self.measured:
             by_variant.setdefault(measurement.config.variant, []).append(measurement)
         return tuple(
-            FailedVariant(variant, len(found), found[0].status, found[0].error or "")
-            for variant, found in by_variant.items()
-            if not any(measurement.verified for measurement in found)
+            FailedVariant(variant, len(measurements), measurements[0].status, measurements[0].error or "")
+            for variant, measurements in by_variant.items()
+            if not any(measurement.verified for measurement in measurements)
         )
 
     @staticmethod
     def _best(measured: Iterable[Measurement]) -> Measurement | None:
         verified = [m for m in measured if m.status == "ok" and m.latency_us is not None]
         return min(verified, key=lambda m: score_us(m) or 0.0, default=None)
+
+
+GRACE_S, GRACE_SHARE = 10.0, 0.2
+"""A run ends within its limit and the larger of GRACE_S and this share of the limit."""
+CLOSING_S = 3.0
+"""The part of the grace in which ranks end and the verdict is stored and printed."""
+MOST_FOR_FINALS = 0.5
+"""The largest share of the limit that is kept for the finals."""
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """`seconds` from the monotonic time `began`; None: no limit."""
+
+    seconds: float | None = None
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def left(self) -> float:
+        """Seconds until the limit, 0 after it; infinite without one."""
+        return math.inf if self.seconds is None else max(0.0, self.began + self.seconds - time.monotonic())
+
+    @property
+    def last(self) -> float | None:
+        """Seconds that the last job of the ranks may take, the grace included; None without a limit."""
+        if self.seconds is None:
+            return None
+        grace = max(GRACE_S, GRACE_SHARE * self.seconds) - CLOSING_S
+        return max(0.0, self.began + self.seconds + grace - time.monotonic())
+
+    def reserved(self, finals_s: float) -> float:
+        """Seconds to keep for finals that are expected to take `finals_s`."""
+        return 0.0 if self.seconds is None else min(finals_s, MOST_FOR_FINALS * self.seconds)
+
+    def __str__(self) -> str:
+        return f"the time limit of {self.seconds:g} s"

@@ -18,7 +18,7 @@ from autotax.spaces import space_for
 
 MI300X = replace(known_hardware("hip:gfx942"), device="AMD Instinct MI300X", memory_gib=192)
 TFLOPS = 1307.4
-"""Of bf16 and fp16 without sparsity, by the data sheet; so is the rate of the memory. Links are in autotax/operators/links.py."""
+"""Of bf16 and fp16 without sparsity, by the data sheet; so is the rate of the memory. Links are in autotax/hardware.py."""
 MEMORY_GBPS = 5300.0
 SHARES = {"products": 0.5, "links": 0.8, "memory": 0.75}
 """Assumed, for `likely`."""

@@ -7,6 +7,9 @@ Three editions of the same weights. `NCCL`: torch.compile as it is. `torch async
 gradients of the input and all weights, are compared with NCCL's; replays are timed in turn. A round's time is the maximum over
 the ranks.
 
+With --fp8 the layers hold weights in e4m3 with scales of rows, and quantise their inputs by rows, in a program on torch alone.
+The gathers carry codes and scales.
+
 Two CPU ranks run it too, to try the script: eagerly, with small sizes, and torch's fused operators as plain collectives.
 """
 
@@ -29,6 +32,7 @@ import torch._inductor.config as inductor
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -37,19 +41,28 @@ from work import Runnable, timed
 
 import autotax.torch
 from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
+from autotax.db.lookup import lookup
 from autotax.hardware import check_world_size, detect
 from autotax.heap import World
+from autotax.nn import AllGatherLinear, LinearReduceScatter
+from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.software import environment
-from autotax.torch import plans, symm_mem
+from autotax.spaces import space_for
+from autotax.torch import plans, scaled, symm_mem
 from autotax.torch.calls import GATHER, SCATTER
 from autotax.torch.registration import OPERATORS
 from autotax.tuner.statistics import speedup
 
 NCCL, TORCH, OURS = EDITIONS = ("NCCL", "torch async TP", "autotax")
-TOLERANCE = {"cuda": 2e-2, "cpu": 1e-4}
-"""Greatest ||theirs - NCCL's|| / ||NCCL's||: bf16 and float32, rounded in other places."""
-FALLBACKS = {GATHER: symm_mem.torch_all_gather_matmul, SCATTER: symm_mem.torch_matmul_reduce_scatter}
+MODULES = "autotax.nn"
+"""With --fp8 a fourth edition: the same layers as modules of ours. Where no winner is known they run the first seed."""
+TOLERANCE = {"cuda": 2e-2, "cpu": 1e-4, "fp8": 6e-2}
+"""Greatest ||theirs - NCCL's|| / ||NCCL's||: bf16 and float32, rounded in other places. Some values then get the next e4m3."""
+FALLBACKS = scaled.OPERATORS | {GATHER: symm_mem.torch_all_gather_matmul, SCATTER: symm_mem.torch_matmul_reduce_scatter}
+"""Torch's own on CPU ranks. Ours of e4m3 are torch's as long as there is no winner."""
+LARGEST = 448.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,7 @@ class Plan:
     train: bool
     rounds: int
     db: str | None
+    fp8: bool = False
 
 
 class Block(nn.Module):
@@ -88,8 +102,94 @@ class Block(nn.Module):
         return x + self.w2(silu(self.w1(normed)) * self.w3(normed))
 
 
-def stack_of(plan: Plan, world: World) -> nn.Module:
+def by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x in e4m3, and the scales of its rows."""
+    scales = (x.abs().amax(-1, keepdim=True).float() / LARGEST).clamp_min(1e-12)
+    return (x.float() / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales
+
+
+class Fp8Linear(nn.Module):
+    """This rank's part of a layer: its weight [n, k] in e4m3."""
+
+    def __init__(self, n: int, k: int, made: dict[str, Any]) -> None:
+        super().__init__()
+        codes, scales = by_rows(torch.randn(n, k, **made) / k**0.5)
+        self.weight, self.scales = (nn.Parameter(each, False) for each in (codes, scales.t().contiguous()))
+
+    def forward(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return torch._scaled_mm(codes, self.weight.t(), scales, self.scales, out_dtype=torch.bfloat16)
+
+
+class Fp8Block(Block):
+    """The same with weights in e4m3, and collectives of torch in its code."""
+
+    def __init__(self, plan: Plan, made: dict[str, Any], group: Any) -> None:
+        nn.Module.__init__(self)
+        self.head_dim, self.group, ranks = plan.head_dim, group, group.size()
+        q, kv = (heads * plan.head_dim // ranks for heads in (plan.q_heads, plan.kv_heads))
+        self.attention_norm, self.ffn_norm = (nn.RMSNorm(plan.hidden, elementwise_affine=False) for _ in range(2))
+        self.wq, self.wk, self.wv = (Fp8Linear(width, plan.hidden, made) for width in (q, kv, kv))
+        self.wo = Fp8Linear(plan.hidden, q, made)
+        self.w1, self.w3 = (Fp8Linear(plan.ffn // ranks, plan.hidden, made) for _ in range(2))
+        self.w2 = Fp8Linear(plan.hidden, plan.ffn // ranks, made)
+
+    def gathered(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(all_gather_tensor(each, 0, self.group) for each in by_rows(x))  # type: ignore[return-value]
+
+    def scattered(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return reduce_scatter_tensor(layer(*by_rows(x)), "sum", 0, self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.gathered(self.attention_norm(x))
+        q, k, v = (layer(*whole).unflatten(1, (-1, self.head_dim)).transpose(0, 1)[None] for layer in (self.wq, self.wk, self.wv))
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+        x = x + self.scattered(self.wo, mixed)
+        whole = self.gathered(self.ffn_norm(x))
+        return x + self.scattered(self.w2, silu(self.w1(*whole)) * self.w3(*whole))
+
+
+class ModuleBlock(Fp8Block):
+    """The layers of an Fp8Block on modules of ours, for so many tokens of all ranks."""
+
+    def __init__(self, plan: Plan, made: dict[str, Any], world: World, tokens: int) -> None:
+        super().__init__(plan, made, world.data)
+        here = detect(world.backend)
+
+        def module(kind: Any, *layers: Fp8Linear) -> Any:
+            n, k = sum(len(layer.weight) for layer in layers), layers[0].weight.shape[1]
+            more = "nk", "row", "bf16", "row"
+            problem: Problem = (
+                AllGatherGemm(tokens, n, k, "e4m3", "m", world.size, *more)
+                if kind is AllGatherLinear
+                else GemmReduceScatter(tokens, n, k, "e4m3", "scattered", world.size, *more)
+            )
+            tuned = lookup(problem, hardware=here, db=plan.db).match != "fallback"
+            config = None if tuned else space_for(problem, here).default("scaled_decomposed")
+            weights, scales = [layer.weight for layer in layers], [layer.scales for layer in layers]
+            several = len(layers) > 1
+            options = {"scales": scales if several else scales[0], "quantize": "row", "config": config, "db": plan.db}
+            return kind(weights if several else weights[0], None, tokens, sizes=[tokens], **options)
+
+        self.qkv = module(AllGatherLinear, self.wq, self.wk, self.wv)
+        self.gate_up = module(AllGatherLinear, self.w1, self.w3)
+        self.out, self.down = module(LinearReduceScatter, self.wo), module(LinearReduceScatter, self.w2)
+        self.wq = self.wk = self.wv = self.w1 = self.w3 = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(1, (-1, self.head_dim)).transpose(0, 1)[None] for part in self.qkv(self.attention_norm(x)))
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+        x = self.out(mixed, residual=x)
+        gate, up = self.gate_up(self.ffn_norm(x))
+        return self.down(silu(gate) * up, residual=x)
+
+
+def stack_of(plan: Plan, world: World, name: str, tokens: int) -> nn.Module:
     """The same weights in every edition, sharded by torch's own styles."""
+    if plan.fp8:
+        torch.manual_seed(7 + world.rank)
+        made = {"device": world.device, "dtype": torch.bfloat16}
+        of_group = (world, tokens) if name == MODULES else (world.data,)
+        return nn.Sequential(*((ModuleBlock if name == MODULES else Fp8Block)(plan, made, *of_group) for _ in range(plan.layers)))
     torch.manual_seed(7)
     made = {"device": world.device, "dtype": torch.bfloat16 if world.device.type == "cuda" else torch.float32}
     stack = nn.Sequential(*(Block(plan, made) for _ in range(plan.layers)))
@@ -112,10 +212,21 @@ def edition(name: str, world: World) -> Iterator[None]:
         runs = OPERATORS if name == OURS else {} if on_gpu else FALLBACKS
         for operator, run in runs.items():
             library.impl(operator, run, "CUDA" if on_gpu else "CPU", allow_override=True)
-        if not on_gpu:  # the pass wants NCCL
+        if not on_gpu:  # the pass wants NCCL, and gloo gathers no e4m3
+            functional = torch.library.Library("_c10d_functional", "IMPL")
+            held.callback(functional._destroy)
+            functional.impl("all_gather_into_tensor", gathered_bytes, "CPU", allow_override=True)
             held.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
             held.enter_context(torch_symm_mem._test_mode())
         yield
+
+
+def gathered_bytes(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    """The rows of all ranks, whatever their type."""
+    whole = x.new_empty(ranks * len(x), *x.shape[1:])
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    dist.all_gather_into_tensor(whole.view(torch.uint8), x.contiguous().view(torch.uint8), group)
+    return whole
 
 
 def step_of(stack: nn.Module, train: bool, dy: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
@@ -156,22 +267,23 @@ def scenario(world: World, plan: Plan, tokens: int) -> dict[str, Any]:
     on_gpu, own = world.device.type == "cuda", (tokens // world.size, plan.hidden)
     generator = torch.Generator(world.device).manual_seed(1 + world.rank)
     x, dy = (torch.randn(own, generator=generator, device=world.device) for _ in range(2))
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    dtype = torch.bfloat16 if on_gpu or plan.fp8 else torch.float32
     x, dy = x.to(dtype), dy.to(dtype)
     runs: dict[str, Runnable] = {}
-    for name in EDITIONS:
+    editions = (*EDITIONS, MODULES) if plan.fp8 else EDITIONS
+    for name in editions:
         torch._dynamo.reset()
-        step = step_of(stack_of(plan, world), plan.train, dy)
+        step = step_of(stack_of(plan, world, name, tokens), plan.train, dy)
         with edition(name, world):
             runs[name] = Runnable(lambda step=step: step(x), on_gpu)  # type: ignore[misc]
     right = [each.float() for each in runs[NCCL].out]
-    errors = {name: max(map(_difference, runs[name].out, right)) for name in (TORCH, OURS)}
-    times: dict[str, list[float]] = {name: [] for name in EDITIONS}
+    errors = {name: max(map(_difference, runs[name].out, right)) for name in editions[1:]}
+    times: dict[str, list[float]] = {name: [] for name in editions}
     for number in range(plan.rounds):
-        for name in EDITIONS if number % 2 else EDITIONS[::-1]:
+        for name in editions if number % 2 else editions[::-1]:
             with contextlib.nullcontext() if on_gpu else edition(name, world):
                 times[name].append(timed(world, runs[name]))
-    after = {name: max(map(_difference, runs[name].out, right)) for name in (TORCH, OURS)}
+    after = {name: max(map(_difference, runs[name].out, right)) for name in editions[1:]}
     return {"tokens": tokens, "errors": [errors, after], "times": times}
 
 
@@ -182,12 +294,15 @@ def _difference(found: Tensor, right: Tensor) -> float:
 
 def reduce(found: list[dict[str, Any]], backend: str) -> dict[str, Any]:
     """One number of tokens of all ranks."""
-    times = {name: [max(at) for at in zip(*(rank["times"][name] for rank in found), strict=True)] for name in EDITIONS}
+    times = {name: [max(at) for at in zip(*(rank["times"][name] for rank in found), strict=True)] for name in found[0]["times"]}
     told: dict[str, Any] = {"tokens": found[0]["tokens"], "us": {name: statistics.median(of) for name, of in times.items()}}
     for base in (NCCL, TORCH):
         ratio, ends = speedup(times[base], times[OURS])
         told[f"autotax over {base}"] = [ratio, *ends]
-    worst = {name: max(each[name] for rank in found for each in rank["errors"]) for name in (TORCH, OURS)}
+        if MODULES in times:
+            ratio, ends = speedup(times[base], times[MODULES])
+            told[f"{MODULES} over {base}"] = [ratio, *ends]
+    worst = {name: max(each[name] for rank in found for each in rank["errors"]) for name in (*times,) if name != NCCL}
     equal = all(error <= TOLERANCE[backend] for error in worst.values())
     return told | {"relative_error": {name: min(error, 1e9) for name, error in worst.items()}, "equal": equal}
 
@@ -198,7 +313,9 @@ def main() -> int:
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192], help="of a sequence, over all ranks")
-    parser.add_argument("--train", action="store_true", help="forward and backward")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--train", action="store_true", help="forward and backward")
+    kind.add_argument("--fp8", action="store_true", help="weights in e4m3")
     parser.add_argument("--world-size", type=int, help="default: the GPUs present, or 2 CPU ranks")
     parser.add_argument("--backend", choices=("cuda", "cpu"))
     parser.add_argument("--db", help="database of winners, a path or a URL; default: yours")
@@ -213,7 +330,7 @@ def main() -> int:
             if value < 1 or value % ranks:
                 raise UsageError(f"a size is {value}; {ranks} ranks share it: give multiples of these")
         sizes = (given.hidden, given.q_heads, given.kv_heads, given.head_dim, given.ffn, given.layers)
-        plan = Plan(*sizes, tuple(given.tokens), given.train, given.rounds, given.db)
+        plan = Plan(*sizes, tuple(given.tokens), given.train, given.rounds, given.db, given.fp8)
         found = run_ranks(work, ranks, hardware.backend, plan, timeout=given.timeout)
     except UsageError as error:
         print(f"async_tp.py: {error}", file=sys.stderr)
@@ -221,15 +338,16 @@ def main() -> int:
     except RankFailure as failure:
         print(f"async_tp.py: the ranks failed\n{failure}", file=sys.stderr)
         return 1
-    kind = "cuda" if hardware.on_gpu else "cpu"
-    scenarios = [reduce([rank["scenarios"][i] for rank in found], kind) for i in range(len(plan.tokens))]
+    judged = "fp8" if given.fp8 else "cuda" if hardware.on_gpu else "cpu"
+    scenarios = [reduce([rank["scenarios"][i] for rank in found], judged) for i in range(len(plan.tokens))]
     print(f"{'forward and backward' if plan.train else 'forward'}, {plan.layers} layers, {ranks} ranks, {hardware}")
     if not hardware.on_gpu:
         print("CPU ranks: these figures say nothing about GPUs")
     for each in scenarios:
         us = ", ".join(f"{name} {value:.0f} us" for name, value in each["us"].items())
-        gains = ", ".join(f"{each[f'autotax over {base}'][0]:.2f}x over {base}" for base in (NCCL, TORCH))
-        print(f"{each['tokens']} tokens: {us}; autotax {gains}; outputs {'equal' if each['equal'] else 'DIFFER'}")
+        gains = ", ".join(f"{ratio[0]:.2f}x {name}" for name, ratio in each.items() if " over " in name)
+        print(f"{each['tokens']} tokens: {us}; {gains}; outputs {'equal' if each['equal'] else 'DIFFER'}")
+        print(f"  differences from NCCL: {each['relative_error']}")
     print(found[0]["ran"])
     told = {"place": str(hardware), "software": environment(hardware.backend).to_dict(), "plan": asdict(plan)}
     if given.json:

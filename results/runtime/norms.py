@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import RankFailure, on_ranks
 
 from autotax.heap import World
 from autotax.nn import AllReduceNorm, LinearAllReduce
 from autotax.operators.all_reduce_norm import AllReduceNorm as Problem
+from autotax.runner.ranks import RankFailure, run_ranks
 
 SHAPES = ((8192, 7168), (8192, 2560), (8192, 4096), (5120, 2560))
 """n and k of a rank."""
@@ -102,7 +102,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for the document")
     given = parser.parse_args()
     try:
-        ranks = on_ranks(measure, 2, "cuda", given.db, timeout_s=300)
+        ranks = run_ranks(measure, 2, "cuda", given.db, timeout=300)
     except RankFailure as failure:
         print(f"norms.py: the ranks failed\n{failure}", file=sys.stderr)
         return 1

@@ -96,7 +96,7 @@ def _grounds(file: Landscapes, what: ReplayOptions) -> Iterator[Landscape]:
     allowed = (replays.RECORDED, "boosted", "forest")
     if what.landscape not in allowed:
         raise UsageError(f"landscape is {what.landscape!r}; allowed are {', '.join(allowed)}: give one of these as --landscape")
-    for key in file.problems:
+    for key in file.measured():
         op = key.partition("/")[0]
         if what.op is None or op == what.op:
             if what.landscape == replays.RECORDED:

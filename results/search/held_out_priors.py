@@ -12,7 +12,7 @@ from pathlib import Path
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
-from autotax.tuner.prior import Prior, Trees
+from autotax.tuner.model import Prior, Trees
 
 
 def held_out(folder: Path, problem: Problem, hardware: Hardware) -> Prior | None:

@@ -17,13 +17,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.core.error_text import summary
-from autotax.core.errors import UsageError
+from autotax.core.errors import UsageError, summary
 from autotax.core.files import write_whole
 from autotax.core.problem import Problem
 from autotax.core.settings import INVALIDITY
-from autotax.core.validation import LONGEST_NAME, Malformed, from_json, problem_of, read_bytes
+from autotax.core.validation import LONGEST_NAME, Malformed, Sample, converted, from_json, problem_of, read_bytes
+from autotax.db.file_format import EnvironmentShape, HardwareShape
 from autotax.db.records import RunRecord, TrialRecord
 from autotax.db.store import Store
 from autotax.tuner.run_recorder import FINALISTS
@@ -42,7 +43,7 @@ class Times(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Value(msgspec.Struct, forbid_unknown_fields=True):
-    value: float | None
+    value: Sample | None
     name: str = "time"
     unit: Literal["us"] = "us"
 
@@ -120,6 +121,11 @@ class Landscapes(msgspec.Struct, forbid_unknown_fields=True):
     def problem(self, key: str) -> Problem:
         return problem_of(self.problems[key])
 
+    def measured(self) -> list[str]:
+        """The keys of problems with a run that was not imported."""
+        own = {run.problem for run in self.runs if not run.imported}
+        return [key for key in self.problems if key in own]
+
     def of_runs(self) -> Iterator[tuple[Run, Result]]:
         """All trials in their order, each with its run."""
         return ((self.runs[result.run], result) for result in self.results)
@@ -183,10 +189,16 @@ def _name(database: Path, root: Path) -> str:
 
 
 def _check(found: Landscapes) -> None:
-    """Checks that all references within the file are valid."""
+    """Checks that all references within the file are valid, and that its parts are what the tuner makes of them."""
     for key in found.problems:
         if found.problem(key).key != key:
             raise Malformed(f"{key[:LONGEST_NAME]!r} is not the key of its problem")
+    for hardware in found.hardware.values():
+        converted(hardware, HardwareShape)
+    for environment in found.environments.values():
+        converted(environment, EnvironmentShape)
+    for conditions in found.conditions:
+        Conditions(**msgspec.structs.asdict(converted(conditions, _Deployed)))
     for run in found.runs:
         if not (run.problem in found.problems and run.hardware in found.hardware and run.environment in found.environments):
             raise Malformed(f"run {run.id} of {run.database[:LONGEST_NAME]!r} names what is not in the file")
@@ -195,6 +207,14 @@ def _check(found: Landscapes) -> None:
             raise Malformed(f"result {number} points beyond the file")
         if "variant" not in result.configuration:
             raise Malformed(f"result {number} has no variant")
+
+
+class _Deployed(msgspec.Struct):
+    """The conditions of a measurement, among whatever else is noted of it."""
+
+    mode: str = "graph"
+    l2: str = "cold"
+    skew_us: float = 0.0
 
 
 def _add(

@@ -31,7 +31,7 @@ from autotax.operators import registry
 from autotax.runner.measurement import Candidate, Measurement
 from autotax.software import environment
 from autotax.spaces import Space, VariantSpace, space_for
-from autotax.tuner.prior import Prior, Trees
+from autotax.tuner.model import Prior, Trees
 from autotax.tuner.search import Search
 from results.search.landscapes import Landscapes
 
@@ -121,8 +121,8 @@ def _recorded_us(file: Landscapes, key: str, space: Space) -> dict[Config, float
     for run, result in file.of_runs():
         deployed = Conditions.from_dict(file.conditions[result.conditions]) == Conditions()
         of_search = run.problem == key and deployed and result.status in ("ok", "pruned") and not (result.final or run.imported)
-        if of_search and result.latency_us is not None and result.config in space:
-            found[result.config] = result.latency_us
+        if of_search and (result.latency_us or 0.0) > 0.0 and result.config in space:
+            found[result.config] = result.latency_us  # type: ignore[assignment]
     return found
 
 

@@ -92,7 +92,7 @@ class Machine:
         self.jobs: list[Job] = []
         self.meeting: dict[int, object] = {}
         self.ranks = ranks
-        self._ended = 0
+        self.ended = 0
         self.failed: BaseException | None = None
         self.spell, self.ahead = 0, (0, 0, 0)
 
@@ -133,7 +133,7 @@ class Machine:
         """A rank has ended."""
         with self.turn:
             self.busy -= 1
-            self._ended += 1
+            self.ended += 1
             self.failed = self.failed or error
             self.turn.notify_all()
 
@@ -150,7 +150,7 @@ class Machine:
             while True:
                 with self.turn:
                     self.turn.wait_for(lambda: self.busy == 0 or self.failed)
-                    if self.failed or self._ended == self.ranks:
+                    if self.failed or self.ended == self.ranks:
                         return
                     if not self.jobs:
                         self.failed = RuntimeError("all ranks wait for each other")

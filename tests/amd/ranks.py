@@ -55,11 +55,11 @@ class ThreadHeap(Heap):
 
     def __init__(self, world: World, slabs: list[Tensor]) -> None:
         super().__init__(world)
-        self.slab, self._slabs = slabs[world.rank], slabs
+        self.slab, self.slabs = slabs[world.rank], slabs
         self.bases = torch.tensor([slab.data_ptr() for slab in slabs], dtype=torch.int64)
 
     def peer_slab(self, rank: int) -> Tensor:
-        return self._slabs[rank]
+        return self.slabs[rank]
 
     def close(self) -> None:
         pass

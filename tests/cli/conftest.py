@@ -206,7 +206,7 @@ class Tuner:
 
     def compare(
         self, problem: Problem, *, hardware: Hardware, runner: Ranks, tuned: Choice, baseline: Choice,
-        variants: Sequence[Choice] = (), conditions: Conditions,
+        variants: Sequence[Choice] = (), conditions: Conditions, limit: Any = None,
     ) -> Comparison:  # fmt: skip
         config = tuned.config
         assert type(config) is Config and runner.hardware == hardware and runner.environment

@@ -300,12 +300,14 @@ def test_a_file_of_shapes_is_compared_whatever_fails(run: Run, tuner: Tuner, ran
     file.write_text(SHAPES)
     whole = run("compare", "--shapes", file)
     assert whole.code == 0 and "geometric means" in whole.out and "1.25x" in whole.out
+    late = run("compare", "--shapes", file, "--timeout", "0.0000001s")
+    assert late.code == 1 and "is over; 0 of 2 problems were compared" in late.err and "median" not in late.out
     tuner.broken = [DECODE]
     result = run("compare", "--shapes", file, "--json")
     assert [document["problem"] for document in result.results] == [DECODE.to_dict(), PROBLEM.to_dict()]
     assert [document["error"] for document in result.results] == ["the ranks do not start again", None]
     assert [len(document["rows"]) for document in result.results] == [0, 3]
-    assert result.code == 1 and ranks.started == [2] and ranks.closed == 2, "one pool of ranks for each command"
+    assert result.code == 1 and ranks.started == [2] and ranks.closed == 3, "one pool of ranks for each command"
 
 
 def test_every_variant_comes_with_its_best_trial(run: Run, tuner: Tuner, db: Path) -> None:

@@ -47,6 +47,16 @@ def test_a_backend_that_is_not_here_is_a_finding(run: Run) -> None:
 def test_versions(monkeypatch: pytest.MonkeyPatch, version: str | None, ok: bool) -> None:
     monkeypatch.setattr(doctor, "triton_version", lambda: version)
     assert found("triton").ok is ok
+    assert ("not tried: 3.6 to 3.9 were" in found("triton").found) is (version in ("3.5.1", "4.0"))
+
+
+def test_the_versions_tried_are_those_of_the_makefile() -> None:
+    lines = (Path(__file__).parents[2] / "Makefile").read_text().splitlines()
+    tried = next(line for line in lines if line.startswith("VERSIONS ?= ")).removeprefix("VERSIONS ?= ").split()
+    of = [dict(zip(("python", "torch", "triton"), version.split("/"), strict=True)) for version in tried]
+    for name, (first, last) in doctor.TRIED.items():
+        numbers = [doctor._numbers(version[name]) for version in of]
+        assert (min(numbers), max(numbers)) == (doctor._numbers(first), doctor._numbers(last)), name
 
 
 @pytest.mark.parametrize("hip", [None, "7.2"])

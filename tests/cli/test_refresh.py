@@ -74,6 +74,13 @@ def test_nothing_verified_is_a_failure(run: Run, tuner: Tuner) -> None:
     assert result.code == 1 and "nothing could be verified" in result.err and "failed" in result.out
 
 
+@pytest.mark.usefixtures("stale")
+def test_a_tie_after_a_refresh_is_marked(run: Run, tuner: Tuner) -> None:
+    tuner.how = "ties"
+    result = run("refresh")
+    assert "bsp, a tie" in result.out and "differences are within noise; BSP is kept" in result.err
+
+
 def test_nothing_stale_is_no_failure(run: Run, tuner: Tuner) -> None:
     result = run("refresh")
     assert result.code == 0 and "nothing to prove" in result.err and not tuner.proven

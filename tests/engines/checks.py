@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -14,13 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autotax.torch
-from autotax.db import lookup
-from autotax.engines import merges, norms, thresholds
+from autotax.core.problem import Problem
+from autotax.db import Store, lookup, reproof
+from autotax.db.records import Place
+from autotax.engines import merges, norms, pending, thresholds
 from autotax.engines import sglang as sglang_plugin
 from autotax.engines import vllm as vllm_plugin
 from autotax.heap.world import World
+from autotax.operators import scaled
+from autotax.spaces import space_for
 from autotax.torch import plans
 from autotax.torch.status import Status
+from tests.db.conftest import keep_winner
 from tests.engines import stand_ins
 from tests.torch.checks import normal
 
@@ -74,6 +80,111 @@ def vllm_layers(world: World, db: str) -> tuple[Status, dict[str, int], list[str
                 torch.testing.assert_close(output, summed(layer, x) + added, rtol=1e-4, atol=1e-4)
                 assert bias is (layer.bias if layer.skip_bias_add else None)
         return autotax.torch.status(), sums, classes
+
+
+N8, K8 = 96, 512
+FP8 = (("static", "tensor"), ("row", "tensor"), ("row", "channel"), ("block", "block"))
+"""How engines quantise inputs, and what of a weight shares a scale."""
+Kept = tuple[Status, list[int], list[str]]
+
+
+def error_of(found: Tensor, layer: Any, x: Tensor, quantize: str) -> float:
+    """The relative error of a result against the sum of dequantised products in float32."""
+    scales = layer.input_scale.view(1) if quantize == "static" else scaled.scales_of(x, quantize)
+    codes = scaled.quantised(x, scales, quantize)
+    total = scaled.dequantised(codes, scales, scaled.SCALES_OF[quantize], weight=False) @ stand_ins.numbers_of(layer).t()
+    dist.all_reduce(total)
+    return float((found.float() - total).norm() / total.norm())
+
+
+def calls_of(world: World, layer: Any, quantize: str, run: Any) -> list[int]:
+    """For 16, 14 and 50 tokens, whether the framework multiplied. Results are right."""
+    own, before = [], layer.weight.data_ptr()
+    for tokens in (16, 14, 50):
+        x, products = normal(tokens, K8 // world.size, seed=tokens + world.rank).bfloat16(), layer.quant_method.kernel.products
+        assert error_of(run(x), layer, x, quantize) < 1e-2
+        own.append(layer.quant_method.kernel.products - products)
+    assert layer.weight.data_ptr() == before
+    return own
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """The lines that autotax logs."""
+    lines: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("autotax")
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def vllm_fp8(world: World, db: str, compiled: bool) -> Kept:
+    """Layers of vLLM with FP8 weights; what was counted, the products that vLLM computed, and what was logged."""
+    with asking(db), stand_ins.vllm(), logged() as lines:
+        vllm_plugin.register()
+        own: list[int] = []
+        for quantize, of_weight in FP8:
+            method = stand_ins.Fp8LinearMethod(quantize, of_weight)
+            layer = stand_ins.RowParallelLinear(K8, N8, bias=False, quant_config=method, return_bias=False, prefix=of_weight)
+            layer.quant_method.process_weights_after_loading(layer)
+            own += calls_of(world, layer, quantize, torch.compile(layer, fullgraph=True, dynamic=True) if compiled else layer)
+        for odd, options in ((stand_ins.Fp8LinearMethod("block", "block", ue8m0=True), {}), (None, {"input_scale_ub": 1.0})):
+            method = odd or stand_ins.Fp8LinearMethod("row", "channel")
+            layer = stand_ins.RowParallelLinear(K8, N8, bias=False, quant_config=method, return_bias=False, prefix="odd")
+            vars(layer).update(options)
+            layer.quant_method.process_weights_after_loading(layer)
+            own += calls_of(world, layer, method.kernel.quantize, layer)
+        return autotax.torch.status(), own, lines
+
+
+def sglang_fp8(world: World, db: str) -> Kept:
+    """The same for layers of SGLang."""
+    with asking(db), stand_ins.sglang() as owners, logged() as lines:
+        sglang_plugin.register()
+        stand_ins.HookRegistry.apply_hooks(owners)
+        own: list[int] = []
+        methods = [stand_ins.SglangFp8LinearMethod(*kind) for kind in FP8]
+        methods += [stand_ins.W8A8Fp8LinearMethod(), stand_ins.SglangFp8LinearMethod("block", "block", "ue8m0")]
+        for method in methods:
+            layer = stand_ins.SglangRowParallelLinear(K8, N8, quant_method=method)
+            method.process_weights_after_loading(layer)
+            own += calls_of(world, layer, method.kernel.quantize, lambda x: layer(x)[0])  # noqa: B023
+        return autotax.torch.status(), own, lines
+
+
+def sglang_fp8_of_shards(world: World, db: str) -> tuple[list[int], list[float]]:
+    """Layers of SGLang's sequence-parallel region with FP8 weights: products that SGLang computed by call, and errors."""
+    with asking(db), stand_ins.sglang() as owners:
+        sglang_plugin.register()
+        stand_ins.HookRegistry.apply_hooks(owners)
+        sp, own, errors = sys.modules["sglang.srt.layers.layernorm_sp"], [], []
+        method = stand_ins.SglangFp8LinearMethod("row", "channel")
+        layer = stand_ins.SglangRowParallelLinear(K8, N8, quant_method=method)
+        method.process_weights_after_loading(layer)
+        for tokens in (16, 15, 50):
+            x = normal(tokens, K8 // world.size, seed=tokens + world.rank).bfloat16()
+            before = method.kernel.products
+            found = sp.row_parallel_gbar_matmul(layer, x, None)
+            own.append(method.kernel.products - before)
+            padded = nn.functional.pad(x, (0, 0, 0, -tokens % world.size))
+            right = scaled.scales_of(padded, "row") * scaled.quantised(padded, scaled.scales_of(padded, "row"), "row").float()
+            right = right @ stand_ins.numbers_of(layer).t()
+            dist.all_reduce(right)
+            errors.append(float((found.float() - right.chunk(world.size)[world.rank]).norm() / right.norm()))
+        for rows in (8, 25):
+            stand_ins.flags.tokens, before = rows * world.size - 1, method.kernel.products
+            shards = [normal(rows, K8 // world.size, seed=rank).bfloat16() for rank in range(world.size)]
+            found = sp.column_parallel_g_matmul(layer, shards[world.rank], None)
+            own.append(method.kernel.products - before)
+            right = method.kernel.multiply(layer, torch.cat(shards))[:-1].float()
+            errors.append(float((found.float() - right).norm() / right.norm()))
+        return own, errors
 
 
 def vllm_compiled(world: World, db: str) -> Status:
@@ -247,6 +358,50 @@ def sglang_norms(world: World, db: str) -> list[int]:
         return own
 
 
+def sums_left(world: World, layer: Any, norm: Any, run: Any, plain: Any) -> list[tuple[int, bool]]:
+    """Calls of a layer and the norm behind it: for each, sums of the framework, and whether the product was pending.
+
+    The first call measures; the second is the faster way. The third uses the layer's result otherwise. Then other tokens.
+    """
+    group, own = stand_ins.the_group(), []
+    for tokens, otherwise in ((16, False), (16, False), (16, True), (50, False)):
+        x = normal(tokens, K // world.size, seed=world.rank + tokens).to(layer.params_dtype)
+        residual = normal(tokens, N, seed=7).to(x.dtype)
+        expected, before = plain(nn.functional.linear(x, layer.weight), residual.clone(), norm), group.sums
+        y, _ = layer(x)
+        was = isinstance(y, pending.Pending)
+        if otherwise:
+            torch.testing.assert_close(y * 2, 2 * nn.functional.linear(x, layer.weight), rtol=1e-4, atol=1e-4)
+        found = run(y, residual.clone(), norm)
+        own.append((group.sums - before, was))
+        torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-4, atol=1e-4)
+    return own
+
+
+def vllm_sums_left(world: World, db: str, us: list[float]) -> list[tuple[int, bool]]:
+    """A layer of vLLM with `reduce_results=False` where the ways take `us` microseconds."""
+    with asking(db), stand_ins.vllm(), mock.patch.object(pending, "least_microseconds", side_effect=us):
+        vllm_plugin.register()
+        run = sys.modules["vllm.models.some_model"].fused_allreduce_rms_norm
+        layer = stand_ins.RowParallelLinear(K, N, bias=False, reduce_results=False)
+        return sums_left(world, layer, stand_ins.RMSNorm(normal(N, seed=8)), run, stand_ins.fused_allreduce_rms_norm)
+
+
+def sglang_sums_left(world: World, db: str, us: list[float]) -> list[tuple[int, bool]]:
+    """The same of SGLang."""
+    with asking(db), stand_ins.sglang() as owners, mock.patch.object(pending, "least_microseconds", side_effect=us):
+        sglang_plugin.register()
+        stand_ins.HookRegistry.apply_hooks(owners)
+        fused = sys.modules["sglang.srt.layers.layernorm"]._forward_with_allreduce_fusion
+        plain = stand_ins._forward_with_allreduce_fusion
+
+        def calling(function: Any) -> Any:
+            return lambda x, residual, norm: function(norm, x, residual, None, norm.weight)
+
+        layer = stand_ins.SglangRowParallelLinear(K, N, reduce_results=False)
+        return sums_left(world, layer, stand_ins.RMSNorm(normal(N, seed=8)), calling(fused), calling(plain))
+
+
 def vllm_with_databases(world: World, dbs: list[str]) -> tuple[Status, int]:
     """A row-parallel layer where each rank has a database of its own; what was counted, and sums that vLLM did itself."""
     with asking(dbs[world.rank]), stand_ins.vllm():
@@ -254,3 +409,40 @@ def vllm_with_databases(world: World, dbs: list[str]) -> tuple[Status, int]:
         layer, x = stand_ins.RowParallelLinear(K, N, bias=False), normal(16, K // world.size, seed=world.rank)
         torch.testing.assert_close(layer(x)[0], summed(layer, x), rtol=1e-4, atol=1e-4)
         return autotax.torch.status(), stand_ins.the_group().sums
+
+
+def vllm_proving(world: World, db: str, seconds: str, captures: bool) -> tuple[list[str], list[str], int]:
+    """A row-parallel layer and a merge of vLLM whose winners are stale; the log's lines, the problems whose proof began on this
+    rank, and the sums that vLLM did itself in a call.
+    """
+    lines, begun = [], []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    def proven(problems: list[Problem], here: Place, db: str, bound: reproof.Bound) -> str:
+        begun.extend(problem.key for problem in problems)
+        with Store.open(db) as store:
+            for problem in problems:
+                config = space_for(problem, here.hardware).default("gather" if problem.op == "decode-merge" else "push")
+                keep_winner(store, problem, config, here.hardware, here.software, here.conditions)
+        assert bound.whole(len(problems)) == reproof.START_S + float(seconds) * len(problems)
+        return ""
+
+    handler, captured = Lines(), mock.Mock(return_value=captures)
+    capturing = [mock.patch(f"autotax.nn.{module}.capturing", captured) for module in ("groups", "consensus")]
+    variables = mock.patch.dict(os.environ, {reproof.VARIABLE: seconds})
+    thresholds.log.addHandler(handler)
+    try:
+        with asking(db), stand_ins.vllm(), variables, mock.patch.object(reproof, "_refreshed", proven):
+            vllm_plugin.register()
+            with capturing[0], capturing[1]:
+                layer = stand_ins.RowParallelLinear(K, N, bias=False)
+                o, lse = partial(world, 8)
+                sys.modules["vllm.v1.attention.ops.dcp"].dcp_a2a_lse_reduce(o, lse, stand_ins.the_group())
+            x, before = normal(16, K // world.size, seed=world.rank), stand_ins.the_group().sums
+            torch.testing.assert_close(layer(x)[0], summed(layer, x), rtol=1e-4, atol=1e-4)
+            return lines, begun, stand_ins.the_group().sums - before
+    finally:
+        thresholds.log.removeHandler(handler)

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autotax.operators import scaled
+
 
 @contextmanager
 def modules(**named: Any) -> Iterator[None]:
@@ -86,6 +88,47 @@ class UnquantizedLinearMethod:
 class Quantized(UnquantizedLinearMethod):
     """A linear method that is not a plain product."""
 
+    def process_weights_after_loading(self, layer: nn.Module) -> None: ...
+
+
+class Quantising:
+    """Both frameworks' FP8 weights: created as checkpoints have them, stored as products take them, multiplied by torch.
+
+    `products` counts those that the framework computed itself.
+    """
+
+    def __init__(self, quantize: str, of_weight: str) -> None:
+        self.quantize, self.of_weight = quantize, of_weight
+
+    def create(self, layer: nn.Module, n: int, k: int, rank: int) -> None:
+        seed = torch.Generator().manual_seed(10 + rank)
+        codes = torch.randn(n, k, generator=seed).to(torch.float8_e4m3fn)
+        layer.weight, self.products = nn.Parameter(codes, False), 0
+        shape = {"tensor": (1,), "channel": (n, 1), "block": (-(-n // 128), k // 128)}[self.of_weight]
+        name = "weight_scale_inv" if self.of_weight == "block" else "weight_scale"
+        setattr(layer, name, nn.Parameter((torch.rand(shape, generator=seed) + 0.5) / 64, False))
+        layer.input_scale = nn.Parameter(torch.full((1,), 1 / 64), False) if self.quantize == "static" else None
+
+    def store(self, layer: nn.Module) -> None:
+        """Only weights with scales of blocks stay as they were."""
+        if self.of_weight != "block":
+            layer.weight = nn.Parameter(layer.weight.t(), False)
+        if self.quantize == "static":
+            layer.input_scale = nn.Parameter(layer.input_scale.max(), False)
+
+    def multiply(self, layer: Any, x: Tensor) -> Tensor:
+        self.products += 1
+        scales = layer.input_scale.view(1) if self.quantize == "static" else scaled.scales_of(x, self.quantize)
+        a = scaled.dequantised(scaled.quantised(x, scales, self.quantize), scales, scaled.SCALES_OF[self.quantize], weight=False)
+        return (a @ numbers_of(layer).t()).to(x.dtype)
+
+
+def numbers_of(layer: Any) -> Tensor:
+    """The float32 weight [n, k] of an FP8 layer, as it is stored."""
+    if hasattr(layer, "weight_scale_inv"):
+        return scaled.dequantised(layer.weight, layer.weight_scale_inv, "block", weight=True)
+    return layer.weight.t().float() * layer.weight_scale.view(-1, 1)
+
 
 # vLLM.
 
@@ -133,7 +176,10 @@ class RowParallelLinear(PluggableLayer):
         self.params_dtype = params_dtype or torch.get_default_dtype()
         self.quant_method = quant_config or UnquantizedLinearMethod()
         seed = torch.Generator().manual_seed(10 + self.tp_rank)
-        self.weight = nn.Parameter(torch.randn(output_size, self.input_size_per_partition, generator=seed), False)
+        if hasattr(self.quant_method, "create_weights"):
+            self.quant_method.create_weights(self, output_size, self.input_size_per_partition)
+        else:
+            self.weight = nn.Parameter(torch.randn(output_size, self.input_size_per_partition, generator=seed), False)
         self.bias = nn.Parameter(torch.ones(output_size), False) if bias else None
 
     def forward(self, input_: Tensor) -> Any:
@@ -142,6 +188,42 @@ class RowParallelLinear(PluggableLayer):
         if self.reduce_results and self.tp_size > 1:
             output = the_group().all_reduce(output)
         return (output, self.bias if self.skip_bias_add else None) if self.return_bias else output
+
+
+class Fp8LinearMethod:
+    """vLLM's method, which holds its kernel in `fp8_linear`."""
+
+    def __init__(self, quantize: str, of_weight: str, ue8m0: bool = False) -> None:
+        self.kernel = Quantising(quantize, of_weight)
+        inputs = {"static": (-1, -1), "row": (1, -1), "block": (1, 128)}[quantize]
+        weights = {"tensor": (-1, -1), "channel": (-1, 1), "block": (128, 128)}[of_weight]
+        keys = [SimpleNamespace(scale=SimpleNamespace(static=static, group_shape=group))
+                for static, group in ((quantize == "static", inputs), (True, weights))]  # fmt: skip
+        config = SimpleNamespace(activation_quant_key=keys[0], weight_quant_key=keys[1], out_dtype=torch.bfloat16)
+        self.fp8_linear = SimpleNamespace(config=config, quant_fp8=SimpleNamespace(use_ue8m0=ue8m0))
+
+    def create_weights(self, layer: nn.Module, n: int, k: int) -> None:
+        self.kernel.create(layer, n, k, layer.tp_rank)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.kernel.store(layer)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.kernel.multiply(layer, x)
+
+
+class QuantFP8:
+    def forward_native(
+        self, x: Tensor, scale: Tensor | None = None, scale_ub: Tensor | None = None, use_triton: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class VllmConfig:
+    """vLLM's configuration, whose hash is a part of the key of compiled graphs."""
+
+    def compute_hash(self, include_version: bool = True) -> str:
+        return "0123456789"
 
 
 def dcp_a2a_lse_reduce(
@@ -243,7 +325,10 @@ def vllm() -> Iterator[None]:
         vllm__model_executor__layers__linear={
             "RowParallelLinear": RowParallelLinear, "UnquantizedLinearMethod": UnquantizedLinearMethod,
         },
+        vllm__model_executor__layers__quantization__fp8={"Fp8LinearMethod": Fp8LinearMethod},
+        vllm__model_executor__layers__quantization__input_quant_fp8={"QuantFP8": QuantFP8},
         vllm__model_executor__custom_op={"PluggableLayer": PluggableLayer, "op_registry_oot": op_registry_oot},
+        vllm__config__vllm={"VllmConfig": VllmConfig},
         vllm__distributed__parallel_state={"get_tp_group": get_tp_group, "GroupCoordinator": GroupCoordinator},
         vllm__v1__attention__ops__dcp={each.__name__: each for each in merges},
         vllm__models__common__ops__fused_allreduce_rms_norm={"fused_allreduce_rms_norm": fused_allreduce_rms_norm},
@@ -256,7 +341,11 @@ def vllm() -> Iterator[None]:
         },
         vllm__v1__attention__backends__flash_attn={"dcp_a2a_lse_reduce": dcp_a2a_lse_reduce},
     ):  # fmt: skip
-        yield
+        own = VllmConfig.compute_hash
+        try:
+            yield
+        finally:
+            VllmConfig.compute_hash = own  # type: ignore[method-assign]
 
 
 # SGLang.
@@ -307,7 +396,7 @@ def get_exec() -> Any:
 
 
 def sp_fused_matmul_eligible(linear: Any) -> bool:
-    return linear.bias is None
+    return linear.bias is None and linear.weight.is_floating_point() and linear.weight.itemsize > 1
 
 
 def sp_num_tokens() -> int:
@@ -316,11 +405,25 @@ def sp_num_tokens() -> int:
 
 def column_parallel_g_matmul(linear: Any, input_parallel: Tensor, bias: Any) -> Tensor:
     assert bias is None
+    if not sp_fused_matmul_eligible(linear):
+        return linear.quant_method.apply(linear, gathered(input_parallel), bias)[: sp_num_tokens()]
     name = get_parallel().tp_group.device_group.group_name
     _, outputs = torch.ops.symm_mem.fused_all_gather_matmul(
         input_parallel.contiguous(), [linear.weight.t()], gather_dim=0, group_name=name
     )
     return outputs[0][: sp_num_tokens()]
+
+
+def gathered(x: Tensor) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(the_group().world_size)]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)
+
+
+def row_parallel_gbar_matmul(linear: Any, input_: Tensor, bias: Any) -> Tensor:
+    group = the_group()
+    x = nn.functional.pad(input_, (0, 0, 0, -len(input_) % group.world_size))
+    return group.all_reduce(linear.quant_method.apply(linear, x, bias)).chunk(group.world_size)[group.rank_in_group]
 
 
 def sglang_a2a_lse_reduce(
@@ -347,22 +450,57 @@ def cp_lse_ag_out_rs_mla(
 class SglangRowParallelLinear(nn.Module):
     """Stands in for SGLang's RowParallelLinear with plain tensor parallelism."""
 
-    def __init__(self, input_size: int, output_size: int, reduce_results: bool = True) -> None:
+    def __init__(self, input_size: int, output_size: int, reduce_results: bool = True, quant_method: Any = None) -> None:
         super().__init__()
         self.tp_group, self.parallel_group, self.use_dp_attention_reduce = the_group(), None, False
         self.input_is_parallel, self.reduce_results, self.skip_bias_add = True, reduce_results, False
-        self.use_decode_attn_tp, self.quant_method = False, UnquantizedLinearMethod()
+        self.use_decode_attn_tp, self.quant_method = False, quant_method or UnquantizedLinearMethod()
+        self.input_size_per_partition, self.output_size = input_size // self.tp_group.world_size, output_size
+        self.params_dtype, self.bias = torch.bfloat16 if quant_method else torch.float32, None
+        if quant_method:
+            quant_method.create_weights(self, output_size, self.input_size_per_partition)
+            return
         seed = torch.Generator().manual_seed(10 + dist.get_rank())
-        self.weight = nn.Parameter(torch.randn(output_size, input_size // self.tp_group.world_size, generator=seed), False)
-        self.bias = None
+        self.weight = nn.Parameter(torch.randn(output_size, self.input_size_per_partition, generator=seed), False)
 
     def forward(
         self, input_: Tensor, skip_all_reduce: bool = False, forward_batch: Any = None, output_tensor: Any = None
     ) -> Any:
-        output = self.quant_method.apply(self, input_, self.bias)
+        output = self.quant_method.apply(self, input_, bias=self.bias)
         if self.reduce_results and not skip_all_reduce and not should_skip_mlp_all_reduce():
             output = get_parallel().tp_group.all_reduce(output)
         return output, None
+
+
+class SglangFp8LinearMethod:
+    """SGLang's method, which repeats the scale of a weight for each of its rows where it has CUTLASS."""
+
+    def __init__(self, quantize: str, of_weight: str, scale_fmt: str | None = None) -> None:
+        self.kernel, self.use_marlin, self.use_mxfp8 = Quantising(quantize, of_weight), False, False
+        self.weight_block_size = [128, 128] if of_weight == "block" else None
+        self.quant_config = SimpleNamespace(scale_fmt=scale_fmt)
+
+    def create_weights(self, layer: nn.Module, n: int, k: int) -> None:
+        self.kernel.create(layer, n, k, dist.get_rank())
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.kernel.store(layer)
+        if self.kernel.of_weight == "tensor":
+            layer.weight_scale = nn.Parameter(layer.weight_scale.expand(layer.output_size, 1).contiguous(), False)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.kernel.multiply(layer, x)
+
+
+SglangFp8LinearMethod.__name__ = SglangFp8LinearMethod.__qualname__ = "Fp8LinearMethod"
+
+
+class W8A8Fp8LinearMethod(SglangFp8LinearMethod):
+    def __init__(self) -> None:
+        super().__init__("row", "channel")
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return super().apply(layer, x, bias)
 
 
 def _forward_with_allreduce_fusion(
@@ -391,7 +529,7 @@ def sglang() -> Iterator[dict[str, Any]]:
     own = {"forward": SglangRowParallelLinear.forward}
     sp = {
         "column_parallel_g_matmul": column_parallel_g_matmul, "sp_fused_matmul_eligible": sp_fused_matmul_eligible,
-        "sp_num_tokens": sp_num_tokens,
+        "sp_num_tokens": sp_num_tokens, "row_parallel_gbar_matmul": row_parallel_gbar_matmul,
     }  # fmt: skip
     dcp = {
         "dcp_a2a_lse_reduce": sglang_a2a_lse_reduce, "cp_lse_ag_out_rs_mha": cp_lse_ag_out_rs_mha,
@@ -404,6 +542,8 @@ def sglang() -> Iterator[dict[str, Any]]:
         sglang__srt__layers__layernorm={"_forward_with_allreduce_fusion": _forward_with_allreduce_fusion},
         sglang__kernels__ops__communication__all_reduce_fusion={"all_reduce_residual_norm": all_reduce_residual_norm},
         sglang__srt__layers__moe__utils={"should_skip_mlp_all_reduce": should_skip_mlp_all_reduce},
+        sglang__srt__layers__quantization__fp8={"Fp8LinearMethod": SglangFp8LinearMethod},
+        sglang__srt__layers__quantization__w8a8_fp8={"W8A8Fp8LinearMethod": W8A8Fp8LinearMethod},
         sglang__srt__layers__quantization__unquant={"UnquantizedLinearMethod": UnquantizedLinearMethod},
         sglang__srt__plugins__hook_registry={"HookRegistry": HookRegistry, "HookType": HookType},
         sglang__srt__runtime_context={"get_parallel": get_parallel, "get_forward": get_forward, "get_exec": get_exec},
@@ -412,6 +552,7 @@ def sglang() -> Iterator[dict[str, Any]]:
         try:
             yield {
                 f"{layers}.layernorm_sp.column_parallel_g_matmul": sys.modules[f"{layers}.layernorm_sp"],
+                f"{layers}.layernorm_sp.row_parallel_gbar_matmul": sys.modules[f"{layers}.layernorm_sp"],
                 f"{layers}.linear.RowParallelLinear.forward": SglangRowParallelLinear,
                 f"{layers}.layernorm._forward_with_allreduce_fusion": sys.modules[f"{layers}.layernorm"],
                 f"{fusion}.all_reduce_residual_norm": sys.modules[fusion],

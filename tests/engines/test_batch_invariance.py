@@ -1,4 +1,4 @@
-"""The plugins in processes whose engine is batch-invariant, on two CPU ranks: every call is the engine's own."""
+"""The plugins in processes whose engine is batch-invariant, on two CPU ranks: one config for all tokens, or the engine's own."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
+from autotax.core.config import Config
 from autotax.engines import batch_invariance
 from autotax.engines import sglang as sglang_plugin
 from autotax.engines import vllm as vllm_plugin
 from autotax.heap.world import World
 from autotax.runner.ranks import Ranks
+from autotax.torch import plans
 from tests.engines import stand_ins
 from tests.engines.checks import K, N, asking, partial, summed
-from tests.engines.test_plugins import merge_winners, winners
+from tests.engines.test_plugins import merge_winners, reduced, winners
 from tests.torch.checks import normal
 from tests.torch.conftest import ranks  # noqa: F401 - the same processes
+from tests.torch.winners import database, usual
 
 VLLM = {
     "VLLM_BATCH_INVARIANT=1": {"VLLM_BATCH_INVARIANT": "1"},
@@ -45,6 +49,8 @@ SGLANG = {
     "kernels of SGLang": {"sglang.srt.batch_invariant_ops": {"is_batch_invariant_mode_enabled": lambda: True}},
 }
 MODES = VLLM | SGLANG
+MOST = 64
+"""Rows of the kernels; a call of more rows runs them twice."""
 
 
 @contextmanager
@@ -80,10 +86,18 @@ def lines() -> Iterator[list[str]]:
         batch_invariance.log.removeHandler(handler)
 
 
+def bits_kept(call: Any, layer: Any, x: Tensor) -> None:
+    """Calls a layer with several numbers of tokens, one above that of the kernel, and compares the bits of each token."""
+    whole = call(x)
+    torch.testing.assert_close(whole, summed(layer, x), rtol=1e-4, atol=1e-4)
+    for tokens in (16, 14, 50):
+        assert torch.equal(call(x[:tokens]), whole[:tokens]), tokens
+
+
 def own_sums_of_vllm(world: World, db: str, settings: dict[str, Any], when: str) -> tuple[int, list[str]]:
-    """Sums that vLLM did itself in three calls of a layer. `when="called"`: the layer was called once before the mode began."""
-    with asking(db), stand_ins.vllm(), lines() as logged:
-        x = normal(16, K // world.size, seed=world.rank)
+    """Sums that vLLM did itself in four calls of a layer. `when="called"`: the layer was called once before the mode began."""
+    with asking(db), stand_ins.vllm(), lines() as logged, mock.patch.object(plans, "INVARIANT_ROWS", MOST):
+        x = normal(MOST + 3, K // world.size, seed=world.rank)
 
         def layer() -> Any:
             return stand_ins.RowParallelLinear(K, N, bias=False, return_bias=False)
@@ -92,33 +106,33 @@ def own_sums_of_vllm(world: World, db: str, settings: dict[str, Any], when: str)
             vllm_plugin.register()
         made = layer() if when == "called" else None
         if made is not None:
-            made(x)
+            made(x[:16])
             assert stand_ins.the_group().sums == 0, "without the mode the call is tuned"
         with mode(settings):
             if when == "before":
                 vllm_plugin.register()
             made = made or layer()
-            for tokens in (16, 14, 16):
-                torch.testing.assert_close(made(x[:tokens]), summed(made, x[:tokens]), rtol=1e-4, atol=1e-4)
+            bits_kept(made, made, x)
+            compiled = torch.compile(made, backend="aot_eager", fullgraph=True, dynamic=True)
+            assert torch.equal(compiled(x[:14]), made(x)[:14])
             return stand_ins.the_group().sums, logged
 
 
 def own_sums_of_sglang(world: World, db: str, settings: dict[str, Any], when: str) -> tuple[int, list[str]]:
     """Like own_sums_of_vllm, for SGLang."""
-    with asking(db), stand_ins.sglang() as owners, lines() as logged:
-        x, layer = normal(16, K // world.size, seed=world.rank), stand_ins.SglangRowParallelLinear(K, N)
+    with asking(db), stand_ins.sglang() as owners, lines() as logged, mock.patch.object(plans, "INVARIANT_ROWS", MOST):
+        x, layer = normal(MOST + 3, K // world.size, seed=world.rank), stand_ins.SglangRowParallelLinear(K, N)
         if when != "before":
             sglang_plugin.register()
             stand_ins.HookRegistry.apply_hooks(owners)
         if when == "called":
-            layer(x)
+            layer(x[:16])
             assert stand_ins.the_group().sums == 0, "without the mode the call is tuned"
         with mode(settings):
             if when == "before":
                 sglang_plugin.register()
-                assert not stand_ins.HookRegistry.hooks
-            for tokens in (16, 14, 16):
-                torch.testing.assert_close(layer(x[:tokens])[0], summed(layer, x[:tokens]), rtol=1e-4, atol=1e-4)
+                stand_ins.HookRegistry.apply_hooks(owners)
+            bits_kept(lambda rows: layer(rows)[0], layer, x)
             import autotax.torch
 
             assert not autotax.torch.status().operators or "autotax" not in autotax.torch.status().operators.values()
@@ -152,12 +166,20 @@ def layers_in(world: World, db: str, engine: str, name: str, when: str) -> tuple
 
 @pytest.mark.parametrize("when", ["before", "after", "called"])
 @pytest.mark.parametrize(("engine", "name"), [("vLLM", "VLLM_BATCH_INVARIANT=1"), ("vLLM", "envs"), ("SGLang", "variable"), ("SGLang", "arguments")])  # noqa: E501  # fmt: skip
-def test_layers_are_the_engines_own(ranks: Ranks, tmp_path: Path, engine: str, name: str, when: str) -> None:  # noqa: F811
+def test_layers_keep_the_bits_of_a_token(ranks: Ranks, tmp_path: Path, engine: str, name: str, when: str) -> None:  # noqa: F811
     for sums, logged in ranks.run(layers_in, winners(tmp_path), engine, name, when):
-        assert sums == 3
-        said = [line for line in logged if "no batch changes" in line]
-        assert len(said) == 1, logged
-        assert said[0].startswith(f"autotax leaves {engine} as it is: ")
+        assert sums == 0
+        lines_of_mode = [line for line in logged if "no batch changes" in line]
+        assert len(lines_of_mode) == 1, logged
+        assert lines_of_mode[0].startswith(f"autotax runs row-parallel layers of {engine} with one config")
+
+
+@pytest.mark.parametrize(("engine", "name", "calls"), [("vLLM", "envs", 6), ("SGLang", "variable", 4)])
+def test_layers_without_a_winner_that_keeps_bits_are_the_engines_own(
+    ranks: Ranks, tmp_path: Path, engine: str, name: str, calls: int  # noqa: F811
+) -> None:
+    path = database(tmp_path / "a.db", {reduced(16): usual(reduced(16), "decomposed"), reduced(64): Config("bsp")})
+    assert [sums for sums, _ in ranks.run(layers_in, path, engine, name, "after")] == [calls] * 2
 
 
 def test_merges_are_the_engines_own(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811

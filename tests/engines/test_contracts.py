@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-import autotax.torch
 from autotax.engines import sglang, vllm
 from autotax.engines.contracts import Contract
+from autotax.torch import registration
 from tests.engines import stand_ins
 
 CONTRACTS = {"vllm": vllm.CONTRACTS, "sglang": sglang.CONTRACTS}
@@ -52,9 +52,53 @@ def test_the_wheels_keep_the_contracts(package: str, contract: Contract) -> None
     assert tuple(each.arg for each in (*arguments.args, *arguments.kwonlyargs)) == contract.parameters
 
 
+FIELDS = (
+    ("kernels/linear/scaled_mm/ScaledMMLinearKernel.py", "FP8ScaledMMLinearLayerConfig",
+     {"activation_quant_key", "weight_quant_key", "out_dtype"}),
+    ("layers/quantization/utils/quant_utils.py", "ScaleDesc", {"static", "group_shape"}),
+    ("layers/quantization/utils/quant_utils.py", "QuantKey", {"scale"}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "name", "fields"), FIELDS, ids=lambda value: value if isinstance(value, str) else "")
+def test_the_wheel_of_vllm_says_how_weights_are_quantised(path: str, name: str, fields: set[str]) -> None:
+    with wheel_of("vllm") as wheel:
+        tree = ast.parse(wheel.read(f"vllm/model_executor/{path}"))
+    (kept,) = [each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == name]
+    assert fields <= {ast.unparse(each.target) for each in kept.body if isinstance(each, ast.AnnAssign)}
+
+
+PEERS = (
+    Contract(
+        "vllm.distributed.device_communicators.custom_all_reduce",
+        "CustomAllreduce.all_reduce",
+        ("self", "inp", "out", "registered"),
+    ),
+    Contract(
+        "sglang.kernels.ops.communication.all_reduce_fusion",
+        "_norm_launch",
+        ("world_size", "num_tokens", "hidden_dim", "finalize", "two_shot", "vecs_per_thread", "cluster_size"),
+    ),
+    Contract(
+        "sglang.kernels.ops.communication.all_reduce_fusion",
+        "_all_reduce_residual_norm_op",
+        (
+            "world_size", "hidden_dim", "cluster_size", "out", "input", "norm_weight", "norm_eps", "residual", "residual_out",
+            "weight_offset", "two_shot", "vecs_per_thread",
+        ),
+    ),
+)  # fmt: skip
+"""What rows of `compare all-reduce-norm` call."""
+
+
+@pytest.mark.parametrize("contract", PEERS, ids=lambda contract: contract.name)
+def test_the_wheels_have_the_kernels_that_comparisons_run(contract: Contract) -> None:
+    test_the_wheels_keep_the_contracts(contract.module.partition(".")[0], contract)
+
+
 @pytest.mark.parametrize("path", CALLERS)
 def test_the_wheels_call_torchs_operators(path: str) -> None:
     with wheel_of(path.partition("/")[0]) as wheel:
         text = wheel.read(path).decode()
-    for name in autotax.torch.OPERATORS:
+    for name in registration.SCHEMAS:
         assert f"torch.ops.symm_mem.{name}(" in text

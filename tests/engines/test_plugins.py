@@ -7,14 +7,17 @@ import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem
+from autotax.db import lookup
 from autotax.engines import sglang, vllm
 from autotax.engines.thresholds import merge_ranges, norm_ranges, token_ranges
-from autotax.operators.problems import AllReduceNorm, DecodeMerge, GemmReduceScatter
+from autotax.operators import scaled
+from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, GemmReduceScatter
 from autotax.runner.ranks import Ranks
 from tests.engines import checks, stand_ins
 from tests.engines.checks import DIM, HEADS, HIDDEN, K, N
@@ -53,6 +56,58 @@ def test_layers_of_sglang_gather_and_sum_as_their_winners_say(ranks: Ranks, tmp_
         assert sums == 0
         assert told.taken == 2, str(told)
         assert {each.runs for each in told.calls if each.taken} == {str(PUSH), str(ONE)}
+
+
+def fp8_winners(path: Path) -> str:
+    """Winners for up to 16 tokens of each way to quantise."""
+    kept: dict[Problem, Config] = {}
+    for quantize, layout in scaled.SCALES_OF.items():
+        problem = GemmReduceScatter(
+            16, checks.N8, checks.K8 // WORLD, "e4m3", "replicated", WORLD, scales=layout, quantize=quantize
+        )
+        kept[problem] = Config.of("scaled_words", payload="bf16", product="16x32x2x4", splits=1, shots="one")
+    return database(path, kept)
+
+
+FEW = [0, 0, 1]
+"""The framework multiplies for 50 tokens, which have no winner, and not for 16 and 14."""
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.volume)], ids=["eager", "compiled"])
+def test_fp8_layers_of_vllm_are_ours_for_numbers_of_tokens_with_a_winner(ranks: Ranks, tmp_path: Path, compiled: bool) -> None:  # noqa: F811
+    for told, own, lines in ranks.run(checks.vllm_fp8, fp8_winners(tmp_path / "a.db"), compiled, timeout=120):
+        assert own == [*FEW * 4, *[1] * 6]
+        assert (told.taken, told.left) == (8, 4), str(told)
+        assert "autotax leaves odd as it is: scales of its blocks are powers of two" in lines
+        assert "autotax leaves odd as it is: its inputs have an upper bound of scales" in lines
+        assert "autotax serves channel for 13 to 16 tokens" in lines
+
+
+def test_fp8_layers_of_sglang_are_ours_for_numbers_of_tokens_with_a_winner(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    for told, own, lines in ranks.run(checks.sglang_fp8, fp8_winners(tmp_path / "a.db"), timeout=120):
+        assert own == [*FEW * 5, *[1] * 3]
+        assert (told.taken, told.left) == (10, 5), str(told)
+        left = f"autotax leaves a layer of {checks.N8} x 256 as it is"
+        assert f"{left}: scales of its blocks are powers of two" in lines
+
+
+def test_fp8_layers_of_sglangs_sequence_parallel_region_are_ours_where_they_have_a_winner(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    sizes, fields = (16, checks.N8, checks.K8 // WORLD, "e4m3"), {"scales": "row", "quantize": "row"}
+    kept: dict[Problem, Config] = {}
+    for problem, variant in (
+        (GemmReduceScatter(*sizes, "scattered", WORLD, **fields), "scaled_words"),
+        (AllGatherGemm(*sizes, "m", WORLD, **fields), "scaled_decomposed"),
+    ):
+        kept[problem] = usual(problem, variant)
+    for own, errors in ranks.run(checks.sglang_fp8_of_shards, database(tmp_path / "a.db", kept), timeout=120):
+        assert own == [0, 0, 1, 0, 1]
+        assert max(errors) < 1e-2
+
+
+def test_fp8_layers_without_winners_are_the_frameworks(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    for told, own, lines in ranks.run(checks.vllm_fp8, database(tmp_path / "none.db", {}), False, timeout=120):
+        assert own == [1] * 18 and (told.taken, told.left) == (0, 0)
+        assert "autotax leaves block as it is: no winner is faster for any number of tokens" in lines
 
 
 def merged(tokens: int) -> DecodeMerge:
@@ -107,6 +162,17 @@ def test_norms_of_sglang_are_ours_where_nobody_chose_another_group_or_kernel(ran
     assert ranks.run(checks.sglang_norms, norm_winners(tmp_path / "a.db", 1)) == [[0, 1, 1, 1, 0, 0, 1]] * 2
 
 
+@pytest.mark.parametrize("check", [checks.vllm_sums_left, checks.sglang_sums_left], ids=["vLLM", "SGLang"])
+@pytest.mark.parametrize("us", [[2.0, 1.0], [1.0, 2.0]], ids=["summed first", "left"])
+def test_a_layer_that_leaves_its_sum_to_a_norm_sums_first_where_that_was_faster(
+    ranks: Ranks, tmp_path: Path, check: Any, us: list[float]  # noqa: F811
+) -> None:
+    # 16 tokens: measured, then in the faster way; a result that is used otherwise is computed. 50 tokens are measured too.
+    first = us[1] < us[0]
+    right = [(1, False), (0, True), (1, True), (1, False)] if first else [(1, False)] * 4
+    assert ranks.run(check, winners(tmp_path), us * 2) == [right] * 2
+
+
 def test_thresholds_are_the_buckets_of_winners(tmp_path: Path) -> None:
     kept: dict[Problem, Config] = {reduced(m): PUSH for m in (12, 16, 24, 64)} | {reduced(96): Config("bsp")}
     db = database(tmp_path / "a.db", kept)
@@ -124,6 +190,21 @@ def test_a_process_without_the_framework_is_left_alone(
         plugin.register()  # type: ignore[attr-defined]
     (line,) = caplog.messages
     assert line.startswith(f"autotax leaves {name} as it is: No module named")
+
+
+def test_winners_are_a_part_of_the_key_of_compiled_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(name: str, kept: dict[Problem, Config]) -> str:
+        monkeypatch.setenv("AUTOTAX_DB", database(tmp_path / name, kept))
+        lookup.reload()
+        with stand_ins.vllm():
+            vllm.register()
+            return str(stand_ins.VllmConfig().compute_hash())
+
+    keys = [key("a.db", {reduced(16): PUSH}), key("b.db", {reduced(16): PUSH}), key("c.db", {reduced(32): PUSH}), key("d.db", {})]
+    assert keys[0] == keys[1] and len({*keys}) == 3 and {*map(len, keys)} == {10}
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert key("a.db", {}) == "0123456789"
+    lookup.reload()
 
 
 def test_a_framework_that_differs_is_left_alone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

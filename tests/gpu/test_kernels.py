@@ -14,7 +14,7 @@ from autotax.hardware import detect
 from autotax.heap import World
 from autotax.kernels.all_gather_gemm.gathered import gathered_codes
 from autotax.operators.calls import make_inputs
-from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
+from autotax.operators.problems import AllGatherGemm, FlashDecode, GatherAttention, GemmReduceScatter
 from autotax.operators.verification import TOLERANCE
 from autotax.runner.precompile import CompileAhead
 from autotax.runner.ranks import Ranks
@@ -52,7 +52,15 @@ PROBLEMS += [
     AllGatherGemm(301, 784, 1152, "e4m3", "m", WORLD, scales="block"),
     AllGatherGemm(97, 784, 1040, "e4m3", "m", WORLD, scales="row", quantize="row"),
     GemmReduceScatter(301, 784, 1152, "e4m3", "scattered", WORLD, scales="row"),
+    GemmReduceScatter(61, 784, 1152, "e4m3", "scattered", WORLD, scales="tensor", operand="e5m2"),
+    AllGatherGemm(97, 784, 1152, "e4m3", "m", WORLD, scales="tensor", operand="e5m2"),
     GemmReduceScatter(97, 784, 1152, "e4m3", "replicated", WORLD, scales="block", quantize="block"),
+]
+PROBLEMS += [
+    GatherAttention(1, 16, 4, 128, 1024 * WORLD, "bf16", WORLD, layout="zigzag"),
+    GatherAttention(2, 6, 2, 64, 384 * WORLD, "fp16", WORLD),
+    GatherAttention(1, 4, 4, 128, 1002 * WORLD, "bf16", WORLD, layout="zigzag"),  # no block divides the chunks
+    GatherAttention(2, 8, 2, 128, 512 * WORLD, "bf16", WORLD, "none"),
 ]
 CASES = [(problem, variant) for problem in PROBLEMS for variant in space_for(problem, detect()).variants]
 WAYS = [(problem, way) for problem in PROBLEMS if isinstance(problem, FlashDecode) for way in ways_to_exchange(space_for(problem, detect()))]  # noqa: E501  # fmt: skip
@@ -170,7 +178,7 @@ def test_few_rows_by_words_never_err(ranks: Ranks, rows: int, block_m: int, bloc
 
 @pytest.mark.parametrize(
     ("scales", "rows", "tile"),
-    [("row", 64, (128, 224, 4)), ("row", 256, (128, 256, 3)), ("block", 128, (128, 128, 5)), ("tensor", 192, (64, 112, 4))],
+    [("row", 64, (128, 160, 4)), ("row", 256, (128, 256, 3)), ("block", 128, (128, 128, 5)), ("tensor", 192, (64, 112, 4))],
 )
 def test_warps_with_roles_that_multiply_codes_never_err(
     ranks: Ranks, scales: str, rows: int, tile: tuple[int, int, int]

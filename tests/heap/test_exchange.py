@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autotax.core.errors import MachineError
-from autotax.heap import exchange
+from autotax.heap import world as exchange
 from autotax.heap.world import World
 from autotax.runner.ranks import run_ranks
 

@@ -34,6 +34,7 @@ from autotax.operators.verification import TOLERANCE
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance
+from tests.engines import stand_ins
 from tests.volume import volume
 
 WORLD = 3
@@ -168,6 +169,66 @@ def test_the_peer_calls_flashinfer_as_engines_do_and_only_where_it_is_installed(
         assert max(errors) <= TOLERANCE["bf16"]
     peer = named("all-reduce-norm").peers["flashinfer"]
     assert not peer.where(PROBLEM, known_hardware("cuda:90")) and "flashinfer" not in sys.modules
+
+
+class VllmReduce:
+    """Stands in for vLLM's CustomAllreduce."""
+
+    disabled = False
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        assert dist.get_backend(group) == "gloo" and isinstance(device, torch.device)
+        self.group = group
+
+    def all_reduce(self, inp: Tensor, *, out: Tensor, registered: bool = False) -> Tensor:
+        assert not registered
+        out.copy_(inp)
+        dist.all_reduce(out, group=self.group)
+        return out
+
+
+class SglangReduce(VllmReduce):
+    """Stands in for SGLang's CustomAllReduceV2."""
+
+    max_push_size, obj = 2**24, "communicator"
+
+
+def sglang_kernel(
+    world_size: int, hidden_dim: int, cluster_size: int, out: Tensor, input: Tensor, norm_weight: Tensor, norm_eps: float,
+    residual: Tensor, residual_out: Tensor, weight_offset: float, two_shot: bool, vecs_per_thread: int,
+) -> None:  # fmt: skip
+    assert (world_size, hidden_dim, cluster_size, two_shot, vecs_per_thread) == (WORLD, input.shape[1], 4, False, 1)
+    total = input.float()
+    dist.all_reduce(total)
+    residual_out.copy_(total + residual.float())
+    weight = norm_weight.float() + weight_offset
+    out.copy_(torch.nn.functional.rms_norm(residual_out.float(), weight.shape, weight, norm_eps))
+
+
+def engines_errors(world: World, problem: AllReduceNorm, name: str) -> list[float]:
+    registered: list[Any] = []
+    vllm, sglang = "vllm.distributed.device_communicators.custom_all_reduce", "sglang.srt.distributed.device_communicators"
+    made = {
+        vllm: {"CustomAllreduce": VllmReduce},
+        f"{sglang}.custom_all_reduce_v2": {"CustomAllReduceV2": SglangReduce},
+        "sglang.kernels.ops.communication": {
+            "all_reduce_fusion": SimpleNamespace(
+                register_comm=registered.append, fits_push_slot=lambda most, rows, columns: 0 < 2 * rows * columns <= most,
+                _norm_launch=lambda *_: (False, 1, 4), _all_reduce_residual_norm_op=sglang_kernel,
+            )
+        },
+    }  # fmt: skip
+    with stand_ins.modules(**{path.replace(".", "__"): names for path, names in made.items()}):
+        found = conformance.errors_of(world, problem, Config(name), 3)
+    assert registered == ["communicator"] * (name == "sglang")
+    return found
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_peers_call_the_kernels_of_engines_only_where_these_are_installed(ranks: Ranks, name: str) -> None:
+    for errors in ranks.run(engines_errors, PROBLEM, name):
+        assert max(errors) <= TOLERANCE["bf16"]
+    assert not named("all-reduce-norm").peers[name].where(PROBLEM, known_hardware("cuda:90")) and name not in sys.modules
 
 
 @triton.jit

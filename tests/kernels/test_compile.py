@@ -33,7 +33,15 @@ from autotax.kernels.offline import (
 )
 from autotax.operators import named
 from autotax.operators.calls import make_inputs
-from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
+from autotax.operators.problems import (
+    AllGatherGemm,
+    AllReduceNorm,
+    DecodeMerge,
+    FlashDecode,
+    GatherAttention,
+    GemmReduceScatter,
+    HeadGather,
+)
 from autotax.software import triton_version
 from autotax.spaces import space_for
 from autotax.spaces.all_gather_gemm import push_specialized_shared_bytes, push_words_shared_bytes
@@ -77,6 +85,12 @@ NORMS: dict[str, Problem] = {
     "hip:gfx942": AllReduceNorm(64, 8192, "bf16", 8, quant="row"),
     "hip:gfx950": AllReduceNorm(3, 264, "fp32", 4, quant="tensor", offset=1),
 }
+ATTENTIONS: dict[str, Problem] = {
+    "cuda:90": GatherAttention(1, 64, 8, 128, 8192, "bf16", 2, layout="zigzag"),
+    "cuda:100": GatherAttention(1, 16, 16, 64, 4096, "fp16", 4),
+    "hip:gfx942": GatherAttention(1, 64, 8, 128, 8192, "bf16", 8, layout="zigzag"),
+    "hip:gfx950": GatherAttention(2, 8, 8, 128, 4096, "fp16", 8, "none"),
+}
 FEW_ROWS: dict[str, Problem] = {
     "cuda:90": GemmReduceScatter(64, 8192, 2560, "bf16", "replicated", 4, "kn"),
     "cuda:100": GemmReduceScatter(16, 7168, 768, "fp32", "scattered", 8),
@@ -109,10 +123,10 @@ Job = tuple[str, Problem, Config]
 JOBS: list[Job] = [
     (target, problems[target], config)
     for target in TARGETS
-    for problems in (GEMMS, DECODES, REDUCTIONS, MERGES, GATHERS, NORMS)
+    for problems in (GEMMS, DECODES, REDUCTIONS, MERGES, GATHERS, NORMS, ATTENTIONS)
     for variant in space_for(problems[target], known_hardware(target)).variants
     for config in some_configs(target, problems[target], variant)
-    if problems in (DECODES, MERGES, NORMS) or variant not in ("bsp", *named(problems[target].op).peers)  # no kernels of ours
+    if problems in (DECODES, MERGES, NORMS) or variant not in ("bsp", "heads", *named(problems[target].op).peers)  # none of ours
 ]
 JOBS += [
     (target, problem, seed)
@@ -184,6 +198,14 @@ def test_compiles_within_shared_memory(compiling: dict[Job, Future[list[Compiled
     assert kernels
     for kernel in kernels:
         assert kernel.shared <= known_hardware(job[0]).shared_memory, kernel
+
+
+def test_attention_that_sends_spills_nothing_on_amd(compilers: ProcessPoolExecutor) -> None:
+    problem, hardware = ATTENTIONS["hip:gfx942"], known_hardware("hip:gfx942")
+    config = space_for(problem, hardware).default("push")
+    (kernel,) = compilers.submit(resources_offline, problem, config, hardware).result()
+    assert (kernel.local, config["dies"]) == (0, 8)
+    assert kernel.shared <= hardware.shared_memory
 
 
 @pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942", *volume("cuda:100", "hip:gfx950")])

@@ -89,6 +89,17 @@ def test_calls_of_fewer_rows_may_come_between_others(
         assert max(errors) <= TOLERANCE[problem.dtype]
 
 
+def _spreads_nan() -> bool:
+    """Whether torch's product carries the NaN of one row into another, as that of torch 2.10 and 2.11 does on CPUs in bf16."""
+    a, b = torch.ones(40, 300, dtype=torch.bfloat16), torch.ones(70, 300, dtype=torch.bfloat16)
+    a[3, 5] = torch.nan
+    return int((a @ b.t()).isnan().any(1).sum()) > 1
+
+
+RIGHT_PRODUCT = pytest.mark.skipif(_spreads_nan(), reason="torch's own product of bf16 on CPUs carries a NaN into another row")
+
+
+@RIGHT_PRODUCT
 @pytest.mark.parametrize("problem", [SCATTERED, REPLICATED], ids=str)
 def test_the_baseline_takes_fewer_rows_too(ranks: Ranks, problem: GemmReduceScatter) -> None:
     smaller = [replace(problem, m=m) for m in (40, 7, 1, 40)]
@@ -136,7 +147,7 @@ def errors_with_addends(world: World, problem: GemmReduceScatter, config: Config
     return errors, digest
 
 
-ADDING = [("bsp", {}), *WAYS[1:6], WAYS[-1]]
+ADDING = [pytest.param("bsp", {}, marks=RIGHT_PRODUCT), *WAYS[1:6], WAYS[-1]]
 
 
 @pytest.mark.sampled(by=_outputs_of)

@@ -38,9 +38,14 @@ LAYOUTS = ("row", "block", "tensor")
 
 
 def problems(scales: str, world: int = WORLD, sizes: tuple[int, int, int] = SIZES) -> list[Any]:
-    """Both operators with these scales: with and without quantisation, both outputs, both types of C."""
+    """Both operators with these scales: with and without quantisation, both outputs, both types of C; and A in e5m2."""
     way = QUANTIZE[scales]
+    gradients = [
+        AllGatherGemm(*sizes, "e4m3", "m", world, scales=scales, operand="e5m2"),
+        GemmReduceScatter(*sizes, "e4m3", "scattered", world, scales=scales, operand="e5m2"),
+    ] if scales == "tensor" else []  # fmt: skip
     return [
+        *gradients,
         AllGatherGemm(*sizes, "e4m3", "m", world, scales=scales),
         AllGatherGemm(*sizes, "e4m3", "m", world, scales=scales, quantize=way, result="fp16"),
         GemmReduceScatter(*sizes, "e4m3", "scattered", world, scales=scales),
@@ -161,6 +166,11 @@ def test_deep_gemm_is_an_alternative_where_it_is_installed(name: str, monkeypatc
         ({"dtype": "bf16"}, "scales is 'row' with dtype bf16; only e4m3 takes it: give --dtype e4m3 or leave --scales out"),
         ({"n": 100}, "n is 100 with dtype e4m3, scales row; it must be a multiple of 16: pad n to 112"),
         ({"scales": "block", "k": 144}, "k is 144 with dtype e4m3, scales block; it must be a multiple of 128: pad k to 256"),
+        (
+            {"operand": "e5m2", "scales": "block"},
+            "operand is 'e5m2' with scales block, quantize none; it takes scales "
+            "tensor or row, and no quantize: leave --operand out",
+        ),
         ({"weight": "kn"}, "weight is 'kn' with dtype e4m3; allowed is nk: store B as [n, k]"),
         ({"quantize": "block"}, "scales is 'row' with quantize block; allowed is block: give --scales block"),
     ],

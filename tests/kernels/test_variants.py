@@ -9,7 +9,15 @@ import pytest
 from autotax.core.config import Config, Value
 from autotax.core.problem import Problem
 from autotax.hardware import detect
-from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
+from autotax.operators.problems import (
+    AllGatherGemm,
+    AllReduceNorm,
+    DecodeMerge,
+    FlashDecode,
+    GatherAttention,
+    GemmReduceScatter,
+    HeadGather,
+)
 from autotax.operators.verification import TOLERANCE
 from autotax.runner.ranks import Ranks
 from autotax.spaces import Space, space_for
@@ -30,6 +38,9 @@ PROBLEMS: dict[int, list[Problem]] = {
         FlashDecode(2, 4, 2, 16, 75, "bf16", 2, "head_scatter", 16),
         FlashDecode(2, 4, 1, 9, 40, "fp32", 2, "head_scatter"),  # a KV head serves heads of both ranks
         FlashDecode(1, 2, 1, 9, 150, "fp16", 2, "replicated", 64),
+        GatherAttention(2, 4, 2, 32, 96, "bf16", 2, layout="zigzag"),
+        GatherAttention(1, 3, 1, 16, 44, "fp16", 2),  # of 22 tokens no block divides
+        GatherAttention(2, 2, 2, 24, 36, "bf16", 2, "none"),
         GemmReduceScatter(37, 45, 72, "bf16", "scattered", 2),
         GemmReduceScatter(21, 96, 400, "fp32", "replicated", 2, "kn"),
         GemmReduceScatter(1, 1, 1, "fp16", "replicated", 2),  # more ranks than rows
@@ -46,6 +57,8 @@ PROBLEMS: dict[int, list[Problem]] = {
         AllGatherGemm(19, 20, 60, "fp32", "k", 3),
         FlashDecode(2, 5, 1, 16, 100, "fp16", 3),
         FlashDecode(2, 4, 2, 32, 1, "bf16", 3),  # ranks without tokens
+        GatherAttention(1, 3, 3, 16, 54, "bf16", 3, layout="zigzag"),
+        GatherAttention(1, 4, 1, 64, 3, "bf16", 3),  # a token on a rank
         GemmReduceScatter(4, 70, 33, "fp16", "scattered", 3, "kn"),  # a rank without rows
         GemmReduceScatter(50, 33, 40, "bf16", "replicated", 3),
         DecodeMerge(2, 5, 9, "fp32", 3),

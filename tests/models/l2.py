@@ -19,9 +19,13 @@ from autotax.core.problem import ceil_div
 from autotax.kernels import tiling
 from autotax.kernels import tiling as dies
 from autotax.kernels.flash_decode.attention import work_of
+from autotax.kernels.gather_attention.core import block_of
+from autotax.operators.problems import GatherAttention
 
 WORK_OF = FunctionType(work_of.fn.__code__, {"chiplet": tiling.chiplet})
 """The kernels' own source of the mapping, run as Python."""
+BLOCK_OF = FunctionType(block_of.fn.__code__, {"chiplet": tiling.chiplet})
+"""The same of gather + attention."""
 MAPPINGS = {
     "naive block-first": (True, 1),
     "swizzled block-first": (True, 8),
@@ -29,6 +33,10 @@ MAPPINGS = {
     "swizzled head-first": (False, 8),
 }
 """The four mappings of attention to dies, as `work_of` has them: whether blocks come first, and among how many dies."""
+GATHERINGS = [
+    (heads, kv_heads, 12288, mask) for heads, kv_heads in ((128, 128), (64, 8), (16, 16)) for mask in ("none", "causal")
+]
+"""Query heads, KV heads, tokens and mask of gather + attention. The paper's shapes have as many KV heads as query heads."""
 BLOCK_BYTES = 2 * 64 * 128 * 2
 """K and V of 64 tokens, head_dim 128, of 16 bits."""
 Work = tuple[int, int]
@@ -99,6 +107,28 @@ def several_query_tiles(mapping: str, heads: int, tiles: int, tokens: int, stall
     return hit_rate(heads * tiles, work, lambda work: ((work[0], block) for block in range(blocks)), stalls)
 
 
+def gathered(mapping: str, problem: GatherAttention, rank: int, stalls: float = 0.2) -> float:
+    """Gather + attention as `push` computes it: a tile has 128 queries of one query head and reads the keys that these see.
+
+    A block is 64 keys and values of a KV head, of this rank or of another; the last tiles of a head come first.
+    """
+    tiles, group = problem.shard_len // 128, problem.q_heads // problem.kv_heads
+    block_first, dies = MAPPINGS[mapping]
+
+    def reads(work: Work) -> Iterator[Block]:
+        head, first = work[0], work[1] * 128
+        for part in problem.parts(rank):
+            if part.queries[0] <= first < part.queries[1]:
+                end = min(first + 128, part.keys[1]) if part.causal else part.keys[1]
+                yield from ((head // group, part.source, block) for block in range(ceil_div(end, 64)))
+
+    def work(program: int) -> Work:
+        head, place = BLOCK_OF(program, problem.q_heads, tiles, block_first, dies)
+        return head, place
+
+    return hit_rate(problem.q_heads * tiles, work, reads, stalls)
+
+
 def one_query_tile(mapping: str, heads: int, splits: int, tokens: int, stalls: float = 0.2) -> float:
     """Flash Decode as it is here: all queries of a KV head are one tile, which reads its own split of the tokens."""
     blocks = tokens // splits // 64
@@ -131,6 +161,9 @@ head-first hits.
 
 Flash Decode as it is: one tile of queries a KV head, splits of the tokens.
 """
+GATHERED = """
+Gather + attention on 2 ranks, rank 0 in the causal zigzag layout or no mask; tiles of 128 queries, heads query/KV.
+"""
 TILES = """
 Different blocks of A and B that the dies read, all waves of 304 tiles of 256 x 256, by group_m (`all`: as high as C).
 """
@@ -148,6 +181,13 @@ def main() -> None:
     for heads, splits, tokens in ((8, 32, 16384), (64, 8, 8192)):
         rates = [100 * one_query_tile(mapping, heads, splits, tokens) for mapping in MAPPINGS]
         print(f"{heads:6d} {f'KV heads, {splits} splits':24s}", *(f"{rate:20.1f} %" for rate in rates))
+    print(GATHERED)
+    for heads, kv_heads, tokens, mask in GATHERINGS:
+        layout = "zigzag" if mask == "causal" else "contiguous"
+        problem = GatherAttention(1, heads, kv_heads, 128, tokens, "bf16", 2, mask, layout)
+        rates = [100 * gathered(mapping, problem, 0) for mapping in MAPPINGS]
+        how = f"/{kv_heads}, {tokens // 1024}K, {'causal' if mask == 'causal' else 'no mask'}"
+        print(f"{heads:6d} {how:24s}", *(f"{rate:20.1f} %" for rate in rates))
     print(TILES)
     print(f"{'m x n':>12s} {'order':10s}", *(f"{name:>7s}" for name in ("1", "4", "8", "all", "least")), "   remapped")
     for m, n in ((512, 7168), (2048, 7168), (4096, 7168), (8192, 3584)):

@@ -16,7 +16,8 @@ import torch
 from autotax.core.errors import MachineError, UsageError
 from autotax.heap.rendezvous import Meeting
 from autotax.nn import watchdog
-from autotax.nn.watchdog import VARIABLE, Watchdog, wait_s
+from autotax.nn.prepare import GPU_POLLS_PER_S, MOST_POLLS
+from autotax.nn.watchdog import MOST_WAIT_S, VARIABLE, Watchdog, wait_s
 from autotax.runner.ranks import Ranks
 
 WAIT_S = 2.0
@@ -124,3 +125,9 @@ def test_ranks_of_one_host_listen_on_the_loopback_alone() -> None:
     with Ranks(2) as ranks:
         ranks.run(pid)
         assert set(listening([os.getpid(), *ranks.pids])) == {"127.0.0.1"}
+
+
+def test_the_longest_wait_fits_the_counter_of_a_kernel() -> None:
+    """The most patient waits last four times as long as others. With 600 s the counter of `push_packets` overflowed."""
+    limit = min(int(MOST_WAIT_S * GPU_POLLS_PER_S), MOST_POLLS)
+    assert torch.tensor([4 * limit], dtype=torch.int32).item() == 4 * limit

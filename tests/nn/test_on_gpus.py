@@ -16,6 +16,7 @@ from autotax.nn import AllGatherLinear, FlashDecode, LinearAllReduce, LinearRedu
 from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.operators.problems import FlashDecode as DecodeProblem
+from autotax.operators.scaled import SCALES_OF, dequantised, quantised, scales_of, scales_shape
 from autotax.operators.verification import TOLERANCE, relative_error
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
@@ -132,6 +133,93 @@ def test_a_captured_layer_is_right_for_any_number_of_rows(gpus: Ranks, layer_of:
     if variant not in space_for(problem_of(layer_of, most, GPUS), detect()).variants:
         pytest.skip(f"{variant} is not for these GPUs")
     assert max(gpus.run(replayed_linear, layer_of, variant, most, timeout=240)) <= TOLERANCE["bf16"]
+
+
+def replayed_scaled(world: World, layer_of: type[Any], quantize: str, variant: str, most: int, compiled: bool) -> float:
+    """The worst error of layers with weights in e4m3, in one graph: two weights of a gather or a residual, a bias, fewer rows."""
+    gathers, whole, rank, size = layer_of is AllGatherLinear, layer_of is LinearAllReduce, world.rank, world.size
+    layout = SCALES_OF[quantize]
+    more = ("nk", layout, "bf16", quantize)
+    rows = most if gathers or whole else most * size
+    problem = (
+        AllGatherGemm(most * size, N, K, "e4m3", "m", size, *more)
+        if gathers
+        else GemmReduceScatter(rows, N, K, "e4m3", layer_of.OUTPUT, size, *more)
+    )
+
+    def drawn(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = normal(N, K, seed=seed, dtype=torch.float8_e4m3fn).to(world.device)
+        of_weight = normal(*scales_shape(layout, N, K, weight=True), seed=50 + seed, dtype=torch.float32).abs() + 0.1
+        return weight, of_weight.to(world.device)
+
+    pairs = [drawn(seed) for seed in range(size)]
+    weight, scales = pairs[rank]
+    several = gathers and layout == "row"
+    halves = {"scales": list(scales.split(N // 2, 1))} if several else {"scales": scales}
+    static = torch.full((1,), 1 / 64, device=world.device) if quantize == "static" else None
+    bias = normal(N, seed=7, dtype=BF16).to(world.device)
+    layer = layer_of(
+        list(weight.split(N // 2)) if several else weight.t(), None, problem.m, **halves, quantize=quantize, bias=bias,
+        input_scale=static, config=space_for(problem, detect()).default(variant),
+    )  # fmt: skip
+    assert any(choice.config for choice in layer.choices)
+    step = 1 if gathers or whole else size
+    counts = [count // step * step for count in (rows, 37, 4) if step <= count <= rows]
+    xs = [torch.zeros(count, K, dtype=BF16, device=world.device) for count in counts]
+    added = [None if gathers else normal(*layer.shape_of(x.shape, N), seed=9, dtype=BF16).to(world.device) for x in xs]
+    call = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
+
+    @torch.no_grad()
+    def calls() -> list[Any]:
+        return [call(x, residual=residual) for x, residual in zip(xs, added, strict=True)]
+
+    calls()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = calls()
+    errors = []
+    for replay in range(REPLAYS // 5):
+        inputs = [
+            [normal(len(x), K, seed=100 * replay + 10 * i + each, dtype=BF16) for each in range(size)] for i, x in enumerate(xs)
+        ]
+        for x, of_all in zip(xs, inputs, strict=True):
+            x.copy_(of_all[rank])
+        graph.replay()
+        for out, of_all, residual in zip(outs, inputs, added, strict=True):
+            numbers = []
+            for x in of_all:
+                of_x = static if static is not None else scales_of(x.to(world.device), quantize)
+                numbers.append(dequantised(quantised(x.to(world.device), of_x, quantize), of_x, layout, weight=False))
+            wide = [dequantised(*pair, layout, weight=True).t() for pair in pairs]
+            if gathers:
+                right = torch.cat(numbers) @ wide[rank]
+            else:
+                right = sum(x @ other for x, other in zip(numbers, wide, strict=True))
+                right = (right if whole else right.chunk(size)[rank]) + residual.float()
+            errors.append(relative_error(torch.cat(out, 1) if several else out, right + bias.float()))
+    assert layer.failure() is None
+    layer.close()
+    return max(errors)
+
+
+SCALED = [
+    (AllGatherLinear, "row", "scaled_packets", FEW, False),
+    (AllGatherLinear, "row", "scaled_packets", FEW // 2, True),
+    (AllGatherLinear, "block", "scaled_decomposed", MOST, False),
+    (AllGatherLinear, "static", "bsp", MOST, False),
+    (LinearReduceScatter, "row", "scaled_decomposed", MOST, True),
+    (LinearReduceScatter, "block", "scaled_words", FEW, False),
+    (LinearAllReduce, "row", "scaled_words", FEW, False),
+    (LinearAllReduce, "static", "scaled_words", FEW, True),
+    (LinearAllReduce, "block", "scaled_decomposed", MOST, False),
+]
+
+
+@pytest.mark.parametrize(("layer_of", "quantize", "variant", "most", "compiled"), SCALED)
+def test_a_captured_layer_with_an_fp8_weight_is_right(
+    gpus: Ranks, layer_of: type[Any], quantize: str, variant: str, most: int, compiled: bool
+) -> None:
+    assert max(gpus.run(replayed_scaled, layer_of, quantize, variant, most, compiled, timeout=240)) <= TOLERANCE["bf16"]
 
 
 INVARIANT = [(AllGatherLinear, "copy_engine"), (LinearReduceScatter, "push_specialized"), (LinearAllReduce, "push")]

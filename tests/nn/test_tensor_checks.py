@@ -12,7 +12,7 @@ from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import detect
 from autotax.heap.world import World
-from autotax.nn import Tuned
+from autotax.nn import Tuned, tensor_checks
 from autotax.nn.tensor_checks import plain, require_apart, require_memory
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.operators.verification import TOLERANCE, relative_error
@@ -158,6 +158,23 @@ def test_a_storage_must_hold_all_of_a_tensor() -> None:
     require_memory("x", first)
     with pytest.raises(UsageError, match="x ends at byte 128 of a storage of 64 bytes"):
         require_memory("x", last)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["guards of torch", "Python"])
+def test_only_tensors_of_an_accepted_kind_are_alike(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tensor_checks.TENSOR_GUARDS is not None, "this torch has no guards: calls compare in Python, which costs 2 us"
+    if not compiled:
+        monkeypatch.setattr(tensor_checks, "TENSOR_GUARDS", None)
+    x, weight = torch.zeros(4, 6), torch.nn.Parameter(torch.zeros(8, 6), requires_grad=False)
+    same = tensor_checks.alike(x, weight)
+    assert same(torch.ones(4, 6), weight)
+    assert same(x[:], torch.nn.Parameter(torch.ones(8, 6), requires_grad=False))
+    others = [x.double(), x[:3], torch.zeros(6, 4).t(), negated(x), torch.zeros(4, 12)[:, ::2], x.to("meta")]
+    others += [x.as_subclass(type("Odd", (torch.Tensor,), {})), torch.nn.Parameter(x, requires_grad=False), x.unsqueeze(0)]
+    assert not any(same(other, weight) for other in others)
+    twice = tensor_checks.alike(x, x)
+    assert twice(x, x)
+    assert not twice(x, weight)
 
 
 @pytest.mark.parametrize(("start", "apart"), [(0, False), (7, False), (8, True), (20, True)])

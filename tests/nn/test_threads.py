@@ -170,9 +170,10 @@ def test_a_turn_ends_with_its_call() -> None:
 
 
 @pytest.mark.volume
-def test_jobs_that_close_and_destroy_end_as_python_ends() -> None:
+@pytest.mark.parametrize("arguments", [["10"], ["2", "--torchrun"]], ids=" ".join)
+def test_jobs_that_close_and_destroy_end_as_python_ends(arguments: list[str]) -> None:
     tree = Path(__file__).parents[2]
-    command = [sys.executable, str(tree / "results" / "reliability" / "exits.py"), "10"]
+    command = [sys.executable, str(tree / "results" / "reliability" / "exits.py"), *arguments]
     environment = os.environ | {"PYTHONPATH": str(tree)}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
-    assert "\n0 of 10 jobs failed" in f"\n{ended.stdout}", ended.stdout + ended.stderr
+    assert f"\n0 of {arguments[0]} jobs failed" in f"\n{ended.stdout}", ended.stdout + ended.stderr

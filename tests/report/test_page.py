@@ -104,6 +104,7 @@ def test_winners_against_bsp() -> None:
     assert "all-gather-gemm, 4 ranks: 4 x NVIDIA H200 (cuda:90, peer access 12/12 pairs); graph calls, cold L2" in found.text
     won = found.row("m 512 x 7168 x 8192")
     assert won[1] == "push block_m=64 comm_ctas=16 order=zigzag"
+    assert "push</summary> block_m=64" in content, "folded"
     assert won[2:] == ["120.5", "150.0", "1.25x [1.20, 1.29]", "-", ""]
     assert found.row("m 64 x 7168 x 8192")[4:] == ["0.97x [0.95, 0.99]", "2026-01-02", "a tie"]
     assert 'class="figure loss">0.97x' in content and 'class="figure loss">1.2' not in content
@@ -148,6 +149,19 @@ def test_a_search_tells_pruned_and_failed_apart_and_shows_its_last_steps() -> No
     assert {"85 us (best)", "89.25 us (+5%)", "wrong_result", "trial"} <= set(words)
 
 
+def test_a_trial_beyond_the_scale_is_marked() -> None:
+    trials = [replace(a_trial(number, latency_us=us), run=a_run()) for number, us in enumerate((100.0, 2000.0, 150.0))]
+    trials[1] = replace(trials[1], status="pruned")
+    marks = {mark[0].text: mark.get("d") for mark in pictures(charts.search(trials))[0].iter() if len(mark) and mark[0].text}
+    assert "2. pruned 2,000.0 us: push, beyond the scale" in marks and "3. ok 150.0 us: push" in marks
+    assert str(marks["2. pruned 2,000.0 us: push, beyond the scale"]).count("L") == 2, "a triangle"
+
+
+def test_a_bound_that_a_row_beats_is_marked() -> None:
+    (row,) = [row for row in Page(made([], [], [COMPARED | {"bound_us": 90.0, "over_bound": 80 / 90}])).rows if "80.00" in row]
+    assert row[6:] == ["90.00 (beaten)", "-", "-"]
+
+
 def test_bars_of_calls_far_apart_are_in_charts_of_their_own() -> None:
     calls = [charts.Taxed(f"call {us}", us / 2, us * 0.7, us) for us in (2000.0, 20.0, 100.0, 500.0)]
     named = [re.findall(r"(call [\d.]+), work", drawn) for drawn in charts.taxed(calls)]
@@ -155,10 +169,10 @@ def test_bars_of_calls_far_apart_are_in_charts_of_their_own() -> None:
 
 
 def test_a_variant_has_one_colour_everywhere() -> None:
-    for operator in operators().values():
-        colours = [formatting.colour_of(variant) for variant in operator.variants]
-        taken = {formatting.WORK, formatting.STILL_PAID, formatting.WON_BACK}
-        assert len(set(colours)) == len(colours) and not taken & set(colours)
+    names = {variant for operator in operators().values() for variant in operator.variants}
+    colours = {formatting.colour_of(variant) for variant in names}
+    assert len(colours) == len(names), "a page may show all operators"
+    assert not {formatting.WORK, formatting.STILL_PAID, formatting.WON_BACK} & colours
     content = made([a_winner(1)], some_trials())
     own, pulls = formatting.colour_of("push"), formatting.colour_of("pull")
     winners, search = [
@@ -202,6 +216,7 @@ def test_the_page_needs_nothing_else_and_its_pictures_are_whole() -> None:
     assert set(re.findall(r"(?:https?:)?//[\w.]+", content)) == {"http://www.w3.org"}, "the name of SVG itself"
     assert not re.search(r"\bsrc\s*=|\bhref\s*=\s*[\"']?[^\"'#]", content) and "script" not in Page(content).opened
     assert len(pictures(content)) == 3
+    assert "`" not in content and "Run <code>autotax refresh</code> to" in content
 
 
 def test_comparisons_are_beside_their_like() -> None:

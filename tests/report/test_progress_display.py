@@ -34,6 +34,24 @@ def test_a_display_tells_where_a_run_stands() -> None:
     assert "29 ok, 1 hang" in text and "pull hang no answer from rank 1" in text
 
 
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_bar_takes_what_the_figures_leave(width: int) -> None:
+    display = Display(PROBLEM, GPUS)
+    display.progress(at(30, 60.0))
+    (bar,) = [line for line in seen(display, width).splitlines() if "30/60 trials" in line]
+    assert len(bar.rstrip()) > width - 3 and bar.index("30/60") > width - 60
+
+
+def test_progress_is_short() -> None:
+    assert repr(at(30, 60.0)) == f"<Progress {PROBLEM.key}: searching, 30 of 60 trials, best push(comm=16) 118.2 us>"
+
+
+def test_nothing_beats_bsp_yet() -> None:
+    display = Display(PROBLEM, GPUS)
+    display.progress(at(1, 3.0, best=a_measurement(154.9, "bsp")))
+    assert "nothing beats BSP (154.9 us) yet" in seen(display)
+
+
 def test_what_more_trials_should_win_is_told_while_they_are_searched() -> None:
     display, log = Display(PROBLEM, GPUS), StringIO()
     display.progress(at(30, 60.0, gain=0.0123))
@@ -103,3 +121,5 @@ def test_a_notice_is_a_line_that_stays(terminal: bool) -> None:
         listener.notice("rank 2 is [slow]\nand " + 20 * "very ")
         listener.progress(at(1, 2.0))
     assert "notice: rank 2 is [slow] and very very" in log.getvalue()
+    if terminal:
+        assert log.getvalue().count("very ") + log.getvalue().count("very\n") >= 19, "whole words"

@@ -142,6 +142,9 @@ def test_rates_stand_beside_microseconds_and_no_share_exceeds_the_bound() -> Non
         Row("cublas", "product", a_measurement(60.0, "product"), 1.67),
     )
     text = seen(tables.comparison(Comparison(PROBLEM, GPUS, Conditions(), rows)))
+    assert f"{PROBLEM.flops / 80.0 / 1e6:.0f} TFLOP/s, 75 % of bound" in seen(
+        tables.comparison(Comparison(PROBLEM, GPUS, Conditions(), rows)), width=66
+    ), "below a table that has no room"
     assert "TFLOP/s" in text and f" {PROBLEM.flops / 80.0 / 1e6:.0f} " in line_of(text, "push")
     assert " 75 % " in line_of(text, "push")
     decode = FlashDecode(8, 64, 8, 128, 32768, "bf16", 4)
@@ -161,6 +164,24 @@ def test_samples_of_cpu_ranks_that_scatter_give_no_ratios() -> None:
     standings = (replace(verdict.standings[0], measurement=wild), *verdict.standings[1:])
     told = seen(tables.finalists(replace(verdict, standings=standings, winner=standings[0])))
     assert "push wins; 60 trials" in told and "1.31x" not in told
+
+
+def test_scattered_problems_are_in_no_mean() -> None:
+    wild = replace(a_measurement(80.0), samples=(tuple(80.0 * 50 ** (i % 2) for i in range(20)),))
+    verdict, standing = a_verdict(CPUS), Standing(wild, 1.31, (1.28, 1.33))
+    noisy = replace(verdict, problem=replace(PROBLEM, m=64), winner=standing, standings=(standing,))
+    text = seen(tables.summary([verdict, noisy]))
+    assert "1.31x" in line_of(text, "512") and "1.31x" not in line_of(text, "64") and "scatter 50-fold" in text
+    assert "geometric mean: 1.31x faster than BSP" in text and "geometric mean" not in seen(tables.summary([noisy]))
+    rows = (Row("autotax", "push", wild, 9.0), Row("bsp-eager", "bsp", a_measurement(100.0, "bsp"), 1.0))
+    mean = seen(tables.means([Comparison(PROBLEM, CPUS, ON_CPU, rows)]))
+    assert "9.00x" not in mean and "no ratios are shown" in mean
+
+
+def test_a_table_is_as_wide_as_its_cells() -> None:
+    shown = seen(tables.means([Comparison(PROBLEM, CPUS, ON_CPU, ())]))
+    head = next(line.rstrip() for line in shown.splitlines() if "operator" in line)
+    assert len(head) < len(CPU_NOTE), "the note below is wider, and no column is padded for it"
 
 
 def test_figures_of_search_and_finals_have_tables_of_their_own() -> None:

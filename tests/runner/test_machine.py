@@ -14,9 +14,8 @@ import pytest
 
 from autotax.core.errors import MachineError
 from autotax.runner import Effort, LiveRunner
-from autotax.runner.measurement import Watch
+from autotax.runner.measurement import CompilerAnswer, Job, Watch
 from autotax.runner.precompile import CompileAhead
-from autotax.runner.protocol import CompilerAnswer, Job
 from tests.runner.small import CPU, FAULTS, GEMM, measure
 
 PATIENCE_S = 60.0

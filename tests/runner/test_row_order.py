@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from autotax.runner.row_order import BalancedOrder, designs
+from autotax.runner.sampling import BalancedOrder, designs
 
 ROWS = range(2, 26)
 SEEDS = ("1", "2", "3")

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
-from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
+from autotax.operators.problems import (
+    AllGatherGemm,
+    AllReduceNorm,
+    DecodeMerge,
+    FlashDecode,
+    GatherAttention,
+    GemmReduceScatter,
+    HeadGather,
+)
 from autotax.spaces import Space
 
 H200 = Hardware("cuda", "any", "cuda:90", 8, 139, 132, 232448, 50 << 20, "any")
@@ -76,8 +84,17 @@ def norms(draw: st.DrawFn, most: int = 1024) -> AllReduceNorm:
     return AllReduceNorm(draw(sizes(most)), hidden, draw(dtypes), draw(st.integers(1, 8)), residual, quant, offset)
 
 
+@st.composite
+def attentions(draw: st.DrawFn, most: int = 1024) -> GatherAttention:
+    world, kv_heads, group = draw(st.integers(1, 8)), draw(st.integers(1, 12)), draw(st.integers(1, 8))
+    mask, layout = draw(st.sampled_from((("causal", "zigzag"), ("causal", "contiguous"), ("none", "contiguous"))))
+    dim, tokens = draw(st.sampled_from([8, 16, 64, 80, 128, 256])), draw(sizes(most)) * world * 2
+    dtype = draw(st.sampled_from(["bf16", "fp16"]))
+    return GatherAttention(draw(st.integers(1, 3)), kv_heads * group, kv_heads, dim, tokens, dtype, world, mask, layout)
+
+
 dtypes = st.sampled_from(["bf16", "fp16", "fp32"])
-problems: st.SearchStrategy[Problem] = st.one_of(gemms(), decodes(), reductions(), merges(), gathers(), norms())
+problems: st.SearchStrategy[Problem] = st.one_of(gemms(), decodes(), reductions(), merges(), gathers(), norms(), attentions())
 
 
 def drawn(space: Space, variant: str, seed: str) -> Config:

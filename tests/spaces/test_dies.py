@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotax.kernels import tiling
+from autotax.operators.problems import GatherAttention
 from tests.models import l2
 
 MAPPINGS = pytest.mark.parametrize("mapping", l2.MAPPINGS)
@@ -72,6 +73,13 @@ def test_head_first_swizzled_keeps_a_head_in_one_l2_and_block_first_in_none() ->
     assert rates["swizzled head-first"] > 0.9
     assert rates["naive block-first"] < 0.05
     assert rates["naive block-first"] < rates["naive head-first"] < rates["swizzled head-first"]
+
+
+def test_the_same_holds_for_gather_and_attention() -> None:
+    """Without a mask, for as many KV heads as query heads."""
+    problem = GatherAttention(1, 128, 128, 128, 12288, "bf16", 2, "none")
+    assert l2.gathered("swizzled head-first", problem, 0) > 0.9
+    assert l2.gathered("naive block-first", problem, 0) < 0.05
 
 
 @MAPPINGS

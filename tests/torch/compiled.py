@@ -23,12 +23,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import autotax.torch
 from autotax.heap.world import World
+from autotax.nn.fallback import all_gather
+from autotax.torch.registration import OPERATORS
 from autotax.torch.status import Status
 from tests.torch.models import DIM, Block, TwoLayers
 
 ROWS = 16
 TOLERANCE = 1e-4
-FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+FUSED = OPERATORS
 
 
 @contextmanager
@@ -105,6 +107,74 @@ def trained(world: World, db: str, kind: str, backend: str) -> tuple[Status, int
     told = autotax.torch.status()
     autotax.torch.uninstall()
     return told, emitted[0]
+
+
+# torchao's training in FP8: tensors in e4m3, gradients of results in e5m2, one scale each.
+
+FP8_DIM, FP8_HIDDEN, FP8_ROWS, STEPS = 128, 256, 32, 2
+
+
+@contextmanager
+def float32_operators(world: World) -> Iterator[None]:
+    """Torch's scaled operators as products in float32 of what their operands stand for."""
+
+    def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+        return (a.float() * scale_a) @ (b.float() * scale_b)
+
+    def gathering(A: Tensor, Bs: Any, A_scale: Tensor, B_scales: Any, *_: Any) -> Any:
+        whole = A.new_empty(world.size * len(A), *A.shape[1:])
+        all_gather(whole, A.contiguous(), world.data)
+        return whole, [product(whole, b, A_scale, scale).bfloat16() for b, scale in zip(Bs, B_scales, strict=True)]
+
+    def scattering(A: Tensor, B: Tensor, A_scale: Tensor, B_scale: Tensor, *more: Any) -> Tensor:
+        total = product(A, B, A_scale, B_scale)
+        dist.all_reduce(total)
+        return total.view(more[4]).chunk(world.size)[world.rank].bfloat16()
+
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl("fused_all_gather_scaled_matmul", gathering, "CPU")
+    library.impl("fused_scaled_matmul_reduce_scatter", scattering, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def losses_of_torchao(world: World, backend: str) -> tuple[list[float], int]:
+    """The losses of some steps of a model on torchao's styles, and the operators that the pass emitted."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(FP8_DIM, FP8_HIDDEN, bias=False), nn.Linear(FP8_HIDDEN, FP8_DIM, bias=False)).bfloat16()
+    convert_to_float8_training(model, config=Float8LinearConfig())
+    styles = {"0": Float8ColwiseParallel(input_layouts=Shard(0)), "1": Float8RowwiseParallel(output_layouts=Shard(0))}
+    parallelize_module(model, init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",)), styles)
+    x = torch.randn(FP8_ROWS, 1, FP8_DIM).bfloat16().chunk(world.size)[world.rank]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    torch._dynamo.reset()
+    losses = []
+    with micro_pipeline() as emitted:
+        compiled = torch.compile(model, backend=PASSES if backend == "passes" else backend, fullgraph=True)
+        for _ in range(STEPS):
+            shard = x.clone().requires_grad_()
+            loss = (compiled(shard).float() - x.float()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    return losses, emitted[0]
+
+
+def trained_in_fp8(world: World, db: str, backend: str) -> tuple[Status, int, list[float], list[float]]:
+    """What was counted, what the pass emitted, our losses, and those of products in float32."""
+    with float32_operators(world):
+        right, _ = losses_of_torchao(world, backend)
+    autotax.torch.install(db)
+    losses, emitted = losses_of_torchao(world, backend)
+    told = autotax.torch.status()
+    autotax.torch.uninstall()
+    return told, emitted, losses, right
 
 
 def same(ours: Tensor | None, theirs: Tensor | None) -> None:

@@ -40,13 +40,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.attention_norm(x)
-        q, k, v = (self._heads(layer(normed)) for layer in (self.wq, self.wk, self.wv))
+        q, k, v = (self.heads(layer(normed)) for layer in (self.wq, self.wk, self.wv))
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.wo(mixed)
         normed = self.ffn_norm(x)
         return x + self.w2(silu(self.w1(normed)) * self.w3(normed))
 
     @staticmethod
-    def _heads(x: Tensor) -> Tensor:
+    def heads(x: Tensor) -> Tensor:
         """As many heads as this rank has."""
         return x.unflatten(2, (-1, DIM // HEADS)).transpose(1, 2)

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from autotax.core.config import Config
 from autotax.core.problem import Problem
+from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.runner.ranks import Ranks
 from tests.torch.models import DIM, HIDDEN
 from tests.torch.winners import WORLD, database, gather, scatter, usual
@@ -30,6 +32,24 @@ def test_a_compiled_mlp_of_two_layers_trains_as_the_whole_one(ranks: Ranks, tmp_
         assert emitted == 8, "four layers, forward and backward"
         assert told.taken + told.left == emitted, str(told)
         assert told.taken >= 6, str(told)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_torchaos_training_in_fp8_has_the_losses_of_products_in_float32(ranks: Ranks, tmp_path: Path, backend: str) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install --no-deps torchao")
+    from tests.torch import compiled
+
+    kept: dict[Problem, Config] = {}
+    sizes = compiled.FP8_ROWS, compiled.FP8_HIDDEN // WORLD, compiled.FP8_DIM, "e4m3"
+    for operand in ("e4m3", "e5m2"):
+        gathered = AllGatherGemm(*sizes, "m", WORLD, scales="tensor", operand=operand)
+        scattered = GemmReduceScatter(*sizes, "scattered", WORLD, scales="tensor", operand=operand)
+        kept |= {gathered: usual(gathered, "scaled_decomposed"), scattered: usual(scattered, "scaled_words")}
+    db = database(tmp_path / "a.db", kept)
+    for told, emitted, losses, right in ranks.run(compiled.trained_in_fp8, db, backend, timeout=200):
+        assert emitted == 4, "two layers, forward and backward"
+        assert (told.taken, told.left) == (4 * compiled.STEPS, 0), str(told)
+        assert losses == pytest.approx(right, rel=2e-3) and losses[1] < losses[0]
 
 
 @pytest.mark.volume

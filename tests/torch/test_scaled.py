@@ -24,8 +24,11 @@ M, N, K = 32, 96, 256
 LIMIT = 1e-2
 
 
-def codes(rows: int, columns: int, seed: int) -> Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(torch.float8_e4m3fn)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def codes(rows: int, columns: int, seed: int, dtype: torch.dtype = E4M3) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def scales(*shape: int, seed: int) -> Tensor:
@@ -37,10 +40,10 @@ def error(found: Tensor, right: Tensor) -> float:
     return float((found.float() - right).norm() / right.norm())
 
 
-def gathers(world: World, db: str, layout: str) -> tuple[Status, list[float]]:
+def gathers(world: World, db: str, layout: str, dtype: torch.dtype = E4M3) -> tuple[Status, list[float]]:
     """Calls with two Bs, with the scales of a shard and of all rows; the gathered A has the bits of all shards."""
     autotax.torch.install(db)
-    shards = [codes(M // WORLD, K, rank) for rank in range(WORLD)]
+    shards = [codes(M // WORLD, K, rank, dtype) for rank in range(WORLD)]
     of_a = scales(M, 1, seed=9) if layout == "row" else scales(1, seed=9)
     bs = [codes(n, K, 20 + n + world.rank) for n in (N, 48)]
     of_b = [scales(1, n, seed=n) if layout == "row" else scales(1, seed=n).view(()) for n in (N, 48)]
@@ -57,10 +60,10 @@ def gathers(world: World, db: str, layout: str) -> tuple[Status, list[float]]:
     return ended(), errors
 
 
-def scatters(world: World, db: str, layout: str) -> tuple[Status, list[float]]:
+def scatters(world: World, db: str, layout: str, dtype: torch.dtype = E4M3) -> tuple[Status, list[float]]:
     """Calls of two and three dimensions, with sums and averages."""
     autotax.torch.install(db)
-    a, b = ([codes(rows, K, seed + rank) for rank in range(WORLD)] for rows, seed in ((M, 0), (N, 50)))
+    a, b = ([codes(rows, K, seed + rank, of) for rank in range(WORLD)] for rows, seed, of in ((M, 0, dtype), (N, 50, E4M3)))
     of_a = scales(M, 1, seed=9) if layout == "row" else scales(1, seed=9)
     of_b = scales(1, N, seed=8) if layout == "row" else scales(1, seed=8)
     right = sum(x.float() * of_a @ (w.float().t() * of_b) for x, w in zip(a, b, strict=True))
@@ -94,6 +97,22 @@ def test_scattering(ranks: Ranks, tmp_path: Path, layout: str, variant: str) -> 
     db = database(tmp_path / "a.db", {problem: usual(problem, variant)})
     for told, errors in ranks.run(scatters, db, layout):
         assert (told.left, told.taken) == (0, 3), str(told)
+        assert max(errors) < LIMIT
+
+
+GRADIENTS = [
+    (gathers, AllGatherGemm(M, N, K, "e4m3", "m", WORLD, scales="tensor", operand="e5m2"), "scaled_decomposed"),
+    (gathers, AllGatherGemm(M, N, K, "e4m3", "m", WORLD, scales="tensor", operand="e5m2"), "scaled_packets"),
+    (scatters, GemmReduceScatter(M, N, K, "e4m3", "scattered", WORLD, scales="tensor", operand="e5m2"), "scaled_decomposed"),
+    (scatters, GemmReduceScatter(M, N, K, "e4m3", "scattered", WORLD, scales="row", operand="e5m2"), "scaled_words"),
+]
+
+
+@pytest.mark.parametrize(("call", "problem", "variant"), GRADIENTS)
+def test_gradients_in_e5m2(ranks: Ranks, tmp_path: Path, call: Any, problem: Any, variant: str) -> None:
+    db = database(tmp_path / "a.db", {problem: usual(problem, variant)})
+    for told, errors in ranks.run(call, db, problem.scales, E5M2):
+        assert (told.left, told.taken > 0) == (0, True), str(told)
         assert max(errors) < LIMIT
 
 

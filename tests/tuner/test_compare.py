@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from autotax.core.problem import Problem
+from autotax.hardware import links_us
 from autotax.operators import named
-from autotax.operators.links import links_us
 from autotax.report import documents, tables, taxes
-from autotax.runner import Candidate, Measurement
+from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.runner.measurement import TimeIsUp
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, compare
 from autotax.tuner.comparison import Choice, shown_variants
+from autotax.tuner.tuning import TimeLimit
 from tests.report.test_tables import seen
 from tests.tuner.shared import DECODE, GEMM, H200
 from tests.tuner.synthetic import Landscape, SyntheticRunner
 
 
-def compared(landscape: Landscape | SyntheticRunner, problem: Problem = GEMM, variants: tuple[str, ...] = ()) -> Comparison:
+def compared(
+    landscape: Landscape | SyntheticRunner, problem: Problem = GEMM, variants: tuple[str, ...] = (),
+    limit: TimeLimit | None = None,
+) -> Comparison:  # fmt: skip
     space = space_for(problem, H200)
     chosen = {variant: Choice(space.default(variant), "default") for variant in space.variants}
     return compare(
@@ -29,6 +36,7 @@ def compared(landscape: Landscape | SyntheticRunner, problem: Problem = GEMM, va
         tuned=chosen["push" if problem is GEMM else "single"],
         baseline=chosen["bsp"],
         variants=[chosen[variant] for variant in variants],
+        limit=limit,
     )
 
 
@@ -48,6 +56,25 @@ def test_the_ladder_of_flash_decode_has_a_row_a_step() -> None:
     assert sum(runner.asked.values()) == len(shown) + 1, "each is measured once, and BSP eager too"
     assert rows["bsp"].measurement is rows["bsp-graph"].measurement is not rows["bsp-eager"].measurement
     assert (rows["single"].speedup, rows["single"].source) == (pytest.approx(1.5), "default")
+
+
+class Endless(SyntheticRunner):
+    """Measures until the time is up."""
+
+    def measure(
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
+    ) -> list[Measurement]:
+        assert effort.within_s is not None and effort.within_s < 0.2
+        time.sleep(effort.within_s)
+        raise TimeIsUp("rank 1 at 'compile'")
+
+
+def test_a_time_limit_leaves_one_line() -> None:
+    began = time.monotonic()
+    found = compared(Endless(lambda _: 1.0), limit=TimeLimit(0.1))
+    assert time.monotonic() - began < 1.0 and found.rows == () and not found.ok
+    assert found.error == "the time limit of 0.1 s came first (rank 1 at 'compile'): give it more time"
+    assert seen(tables.comparison(found), 300).count("\n") == 1 and seen(tables.taxes(found), 300).count("\n") == 1
 
 
 def test_the_bound_is_the_greater_of_the_product_and_the_links() -> None:
@@ -113,6 +140,8 @@ def test_rows_of_graphs_are_in_place_and_tell_both_figures() -> None:
     found = compared(Both(lambda _: 100.0, noise=0.0))
     rows = {row["name"]: row for row in documents.of_comparison(found)["rows"]}
     assert (rows["autotax"]["back_to_back_us"], rows["bsp-eager"]["back_to_back_us"]) == (80.0, None)
+    assert (rows["bsp-graph"]["speedup_vs_bsp"], rows["bsp-eager"]["speedup_vs_bsp"]) == (1.0, None), "no ratio of two kinds"
+    assert found.peer and found.peer.name == "bsp-graph"
     assert rows["bsp-graph"]["interval_us"] == pytest.approx([100.0, 100.0])
     text = seen(tables.comparison(found), 200)
     assert "in place us [95 %]" in text and "back to back us" in text

@@ -34,9 +34,9 @@ class Soaking(SyntheticRunner):
         found = super().measure(problem, candidates, effort)
         self.soaks.append(effort.soak)
         self.jobs.append({candidate.config for candidate in candidates})
-        return [self._soaked(measurement) if effort.soak else measurement for measurement in found]
+        return [self.soak(measurement) if effort.soak else measurement for measurement in found]
 
-    def _soaked(self, measurement: Measurement) -> Measurement:
+    def soak(self, measurement: Measurement) -> Measurement:
         self.tried.append(measurement.config)
         if measurement.status == "ok" and (fate := self.races(measurement.config)):
             return Measurement(measurement.candidate, fate, f"soak: made to be {fate}")

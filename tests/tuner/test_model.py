@@ -19,8 +19,7 @@ from autotax.operators.problems import GemmReduceScatter
 from autotax.runner import Candidate, Measurement
 from autotax.spaces import space_for
 from autotax.tuner import Settings
-from autotax.tuner.model import Model
-from autotax.tuner.prior import Prior, Trees, prior_for, usual_sampler
+from autotax.tuner.model import Model, Prior, Trees, prior_for, usual_sampler
 from autotax.tuner.search import ENOUGH, SLOW, Search
 from tests.tuner.shared import CPU, DECODE, GEMM, H200, Ear, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner

@@ -29,13 +29,13 @@ class Clocks(SyntheticRunner):
     def __init__(self) -> None:
         super().__init__(gemm_landscape, noise=0.0)
         self.jobs: list[int] = []
-        self._clock = random.Random(1)
+        self.clock = random.Random(1)
 
     def measure(
         self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
     ) -> list[Measurement]:  # fmt: skip
         self.jobs.append(len(candidates))
-        clock = self._clock.uniform(0.9, 1.1)
+        clock = self.clock.uniform(0.9, 1.1)
         found = super().measure(problem, candidates, effort, meanwhile)
         return [replace(m, samples=tuple(tuple(clock * us for us in rank) for rank in m.samples)) for m in found]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -83,6 +84,41 @@ def test_what_makes_no_sense_is_refused_in_one_line(
     assert main(["replay", *(str(recorded) if word == "FILE" else word for word in arguments)]) == 2
     error = capsys.readouterr().err
     assert told in error and error.count("\n") == 1
+
+
+HARDWARE, RESULT = ("hardware", H200.digest), ("results", 0)
+EDITS: dict[str, tuple[tuple[str | int, ...], object, str]] = {
+    "a target that is no text": ((*HARDWARE, "target"), 0, "expected str, got int"),
+    "processors that are no number": ((*HARDWARE, "processors"), "x", "expected int, got str"),
+    "a field that hardware lacks": ((*HARDWARE, "7"), 1, "unknown field 7"),
+    "hardware without a device": ((*HARDWARE, "device"), None, "missing required field device"),
+    "a skew that is no number": (("conditions", 0, "skew_us"), "\0", "expected float, got str"),
+    "a mode that is none": (("conditions", 0, "mode"), "x", "mode is 'x'"),
+    "a latency beyond all bounds": ((*RESULT, "measurements", 0, "value"), 1e300, "expected float < 1000000000000000.0"),
+    "a problem without a run of its own": (("runs", 0, "settings"), {"imported_from": "x"}, "hold no problem with 40 recorded"),
+    "latencies of 0": ((), 0.0, "hold no problem with 40 recorded"),
+    "latencies below 0": ((), -1.0, "hold no problem with 40 recorded"),
+}
+
+
+@pytest.mark.parametrize(("at", "value", "told"), EDITS.values(), ids=EDITS.keys())
+def test_an_edited_landscape_is_refused_in_one_line(
+    recorded: Path, capsys: pytest.CaptureFixture[str], at: tuple[str | int, ...], value: object, told: str
+) -> None:
+    document = json.loads(gzip.decompress(recorded.read_bytes()))
+    place = document
+    for name in at[:-1]:
+        place = place[name]
+    if value is None:
+        del place[at[-1]]
+    elif at:
+        place[at[-1]] = value
+    for result in () if at else document["results"]:
+        result["measurements"][0]["value"] = value
+    recorded.write_text(json.dumps(document))
+    assert main(["replay", str(recorded), "--trials", "12", "--seeds", "1"]) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1, error
 
 
 def test_a_record_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:

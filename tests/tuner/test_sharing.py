@@ -14,8 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from autotax.core.errors import MachineError
 from autotax.db import Store
 from autotax.software import environment
-from autotax.tuner import Settings, run_recovery, study
-from autotax.tuner import run_recovery as in_flight
+from autotax.tuner import Settings, run_recorder, study
 from tests.tuner.shared import GEMM, H200, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 from tests.tuner.test_trouble import At
@@ -34,15 +33,15 @@ def test_a_second_tuner_of_a_problem_harms_no_first(
     store: Store, monkeypatch: pytest.MonkeyPatch, seen_as: str, fresh: bool
 ) -> None:
     """The second tuner starts while the first measures. It may think the first is dead: two containers may share a name."""
-    host, boot, number = in_flight.this_process()
+    host, boot, number = run_recorder.this_process()
     verdicts = []
 
     def second() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(in_flight, "this_process", lambda: [host, boot, number])
+            patch.setattr(run_recorder, "this_process", lambda: [host, boot, number])
             verdicts.append(run(store, SyntheticRunner(gemm_landscape), trials=2, resume=not fresh))
 
-    monkeypatch.setattr(in_flight, "this_process", lambda: [host, boot, os.getppid() if seen_as == "alive" else number])
+    monkeypatch.setattr(run_recorder, "this_process", lambda: [host, boot, os.getppid() if seen_as == "alive" else number])
     verdicts.append(run(store, At(3, second), trials=8))
     assert all(verdict.winner for verdict in verdicts) and [each.status for each in store.runs()] == ["done", "done"]
     assert [sum(verdict.trials.values()) for verdict in verdicts] == [2, 8]
@@ -101,7 +100,7 @@ def test_last_words_that_cannot_be_removed_are_left(store: Store, monkeypatch: p
         raise PermissionError(1, "Operation not permitted", str(self))
 
     run_id = store.begin_run(GEMM, H200, environment("cpu"), {})
-    run_recovery.leave(store.url, run_id, "interrupted")
+    run_recorder.leave(store.url, run_id, "interrupted")
     monkeypatch.setattr(Path, "unlink", refuse)
     assert run(store, SyntheticRunner(gemm_landscape), trials=2).winner
     assert [each.status for each in store.runs()] == ["interrupted", "done"]

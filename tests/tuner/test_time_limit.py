@@ -11,7 +11,7 @@ from autotax.core.problem import Problem
 from autotax.db import Store
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from autotax.runner.measurement import TimeIsUp
-from autotax.tuner import time_limit
+from autotax.tuner import tuning
 from autotax.tuner.finalists import Paces
 from tests.tuner.shared import gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
@@ -53,7 +53,7 @@ class Slow(SyntheticRunner):
 def test_a_limit_holds_and_the_run_says_what_it_came_before(
     store: Store, monkeypatch: pytest.MonkeyPatch, runner: Slow, late: bool, words: str
 ) -> None:
-    monkeypatch.setattr(time_limit, "GRACE_S", GRACE_S + time_limit.CLOSING_S)
+    monkeypatch.setattr(tuning, "GRACE_S", GRACE_S + tuning.CLOSING_S)
     began = time.monotonic()
     verdict = run(store, runner, trials=10_000, timeout_s=2.0, soak=20)
     assert time.monotonic() - began < 2.0 + GRACE_S + 1.5
@@ -64,7 +64,7 @@ def test_a_limit_holds_and_the_run_says_what_it_came_before(
 
 
 def test_a_run_that_came_too_late_goes_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_limit, "GRACE_S", GRACE_S + time_limit.CLOSING_S)
+    monkeypatch.setattr(tuning, "GRACE_S", GRACE_S + tuning.CLOSING_S)
     kept = run(store, Slow(0.05, 60.0), trials=30, timeout_s=1.0).trials
     verdict = run(store, Slow(0.05, 0.05), trials=30, timeout_s=4.0)
     assert verdict.winner and sum(verdict.trials.values()) > sum(kept.values()) > 0

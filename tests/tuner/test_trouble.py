@@ -19,7 +19,7 @@ from autotax.core.problem import Problem
 from autotax.db import DatabaseBusy, Store, connection
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from autotax.spaces import space_for
-from autotax.tuner import run_recorder, run_recovery, study
+from autotax.tuner import run_recorder, study
 from tests.tuner.shared import GEMM, H200, Ear, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 
@@ -219,11 +219,11 @@ def test_what_was_measured_when_two_runs_were_killed_is_not_tried_again(store: S
 def test_what_other_tuners_are_measuring_is_not_blamed(store: Store, monkeypatch: pytest.MonkeyPatch, elsewhere: bool) -> None:
     """Two that share the database: of another process that lives, or of another host, where nobody can tell."""
     config = space_for(GEMM, H200).default("push")
-    host, boot, _ = run_recovery.this_process()
+    host, boot, _ = run_recorder.this_process()
     for _ in range(2):
         with monkeypatch.context() as patch:
             writer = ["another host", boot, 1] if elsewhere else [host, boot, os.getppid()]
-            patch.setattr(run_recovery, "this_process", mock.Mock(return_value=writer))
+            patch.setattr(run_recorder, "this_process", mock.Mock(return_value=writer))
             killed_while_measuring(store, config, patch)
     runner = SyntheticRunner(gemm_landscape)
     verdict = run(store, runner, trials=12)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotax.core.config import Config
-from autotax.kernels.all_gather_gemm.scaled_gather import CODES
+from autotax.kernels.all_gather_gemm.scaled_gather import codes_of
 from autotax.kernels.all_gather_gemm.scaled_shards import Scaled
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
@@ -42,7 +42,7 @@ class ScaledBsp(Scaled):
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world = problem.world_size
-        self.gathered = context.empty((world, self.rows, problem.k), CODES)
+        self.gathered = context.empty((world, self.rows, problem.k), codes_of(problem))
         self.whole = self.gathered.view(-1, problem.k)[: problem.m]
         self.scales = context.empty((world, max(1, self.groups), self.rows), torch.float32)
         self.ordered = context.empty((max(1, self.groups), problem.m), torch.float32)

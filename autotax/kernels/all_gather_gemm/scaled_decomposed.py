@@ -16,7 +16,7 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.all_gather_gemm.push_gather import await_shards, open_slot
-from autotax.kernels.all_gather_gemm.scaled_gather import CODES, push_scaled
+from autotax.kernels.all_gather_gemm.scaled_gather import codes_of, push_scaled
 from autotax.kernels.all_gather_gemm.scaled_shards import Scaled
 from autotax.kernels.context import Context
 from autotax.kernels.scaled_product import ScaledProduct
@@ -30,7 +30,7 @@ class ScaledDecomposed(Scaled):
         world = problem.world_size
         self.comm, self.whole = config["comm"], config["products"] == "one"
         self.later = later_products(context.rank, world, config["products"])
-        self.inbox = context.heap.alloc((2, world, self.rows, problem.k), CODES)
+        self.inbox = context.heap.alloc((2, world, self.rows, problem.k), codes_of(problem))
         self.room = ceil_div(max(1, self.groups) * world * self.rows, 64) * 64
         self.scales = context.heap.alloc((2, self.room), torch.float32)
         self.arrived, self.begun = context.flags(world), context.flags(world)
@@ -99,7 +99,7 @@ class ScaledDecomposed(Scaled):
     def push(self, a: Tensor, scales: Tensor, inbox: Tensor, used: Tensor, slot: int) -> None:
         """Sends by the kernel `push_scaled`, which quantises an A that is not yet e4m3."""
         problem, context, rows, world = self.problem, self.context, self.rows, self.problem.world_size
-        quant = "none" if a.dtype == CODES else self.quant
+        quant = "none" if a.dtype == codes_of(problem) else self.quant
         word = torch.int16 if quant == "none" else torch.uint8
         words = problem.k // 2 if quant == "none" else problem.k
         context.launch(

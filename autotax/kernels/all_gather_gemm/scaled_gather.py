@@ -120,6 +120,13 @@ def quantise_kernel(
 
 
 CODES = torch.float8_e4m3fn
+
+
+def codes_of(problem: Any) -> torch.dtype:
+    """The type of A as it is multiplied."""
+    return torch.float8_e5m2 if problem.operand == "e5m2" else CODES
+
+
 QUANTISING_PROGRAMS = 264
 """Programs that quantise on their own rank: two for each processor of an H100."""
 

@@ -19,7 +19,7 @@ from autotax.core.config import Config
 from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.push_gather import warm
 from autotax.kernels.all_gather_gemm.push_packets import PATIENCE, WORD_BYTES, receive_packets, send_packets
-from autotax.kernels.all_gather_gemm.scaled_gather import CODES
+from autotax.kernels.all_gather_gemm.scaled_gather import codes_of
 from autotax.kernels.all_gather_gemm.scaled_shards import Scaled
 from autotax.kernels.context import Context, note_of
 from autotax.kernels.primitives import EPOCH, leave, signal, wait
@@ -85,7 +85,7 @@ class ScaledPackets(Scaled):
         self.scale_words = context.heap.zeros((2, world, self.scale_room), torch.int64)
         self.received = context.flags(1)
         self.patient = context.control(patience=PATIENCE)
-        self.whole = context.empty((world * self.rows, problem.k), CODES)
+        self.whole = context.empty((world * self.rows, problem.k), codes_of(problem))
         self.scales = context.empty((max(1, self.groups) * world * self.rows,), torch.float32)
         self.partials, self.finished = self.tile.parts(problem.m, problem.n, context)
         words = min(problem.k // WORD_BYTES, config["warm"] * 2**20 // (problem.n * WORD_BYTES))

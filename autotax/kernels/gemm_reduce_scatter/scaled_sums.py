@@ -21,7 +21,7 @@ from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
 def plain(problem: GemmReduceScatter) -> GemmReduceScatter:
     """The problem of the same sums without scales."""
-    return replace(problem, dtype=problem.result, scales="none", result="bf16", quantize="none")
+    return replace(problem, dtype=problem.result, scales="none", result="bf16", quantize="none", operand="e4m3")
 
 
 class Factor(NamedTuple):

@@ -1,0 +1,171 @@
+"""Row-parallel layers of serving engines: their operators, for numbers of tokens that a winner of GEMM + All-Reduce serves.
+
+An engine's plugin says how it stores a layer's weight; here the look-up, the agreement of the ranks and the call are made. The
+operators decide by number of tokens at each call, so a compiled graph holds one call for all. Calls without a winner run the
+engine's own quantiser, product and sum. FP8 weights and their scales are read where the engine has them: nothing is copied but
+one scale of a whole weight, which kernels with scales of rows read for each row.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from autotax.engines.thresholds import agreed, kept_bits, listed, token_ranges
+from autotax.heap.world import World
+from autotax.nn.consensus import DTYPES
+from autotax.operators.scaled import SCALES_OF, scales_shape
+from autotax.torch import scaled, symm_mem
+from autotax.torch.calls import NotTaken
+
+log = logging.getLogger("autotax")
+SCALES = "autotax_scales"
+"""The buffer of a layer whose one scale is repeated for each row of its weight."""
+
+
+class Row(NamedTuple):
+    """How a layer is run: the arguments of its operator that are not tensors."""
+
+    group: str
+    quantize: str = ""
+    """Empty for a weight of 16 or 32 bits."""
+    scales: str = ""
+    """The attribute with the scales."""
+    collective: str = scaled.ALL_REDUCE
+    keeps_bits: bool = False
+    """Whether a winner keeps the bits of a token whatever the number of tokens."""
+
+
+class Stored(NamedTuple):
+    """How an engine stores an FP8 weight: how it quantises inputs (row, block, static), and the attribute with its scales."""
+
+    quantize: str
+    scales: str = "weight_scale"
+
+
+def serves(row: Row | None, summed: bool, mode: bool) -> TypeGuard[Row]:
+    """Whether a row runs a call of its layer; `summed`: the layer sums by itself, `mode`: the engine is batch-invariant."""
+    return row is not None and (not mode or (row.keeps_bits and summed))
+
+
+def run(row: Row, layer: Any, x: Tensor, batch_invariant: bool = False) -> Tensor:
+    """The sum over the ranks of the layer's products, or the product of gathered rows, without a bias."""
+    y: Tensor
+    if row.quantize:
+        scale = layer.input_scale if row.quantize == "static" else None
+        scales = getattr(layer, row.scales)
+        how = row.quantize, row.collective, row.group
+        y = torch.ops.autotax.fused_quantised_matmul(x, layer.weight, scale, scales, *how)
+    else:
+        y = torch.ops.autotax.fused_matmul_all_reduce(x, layer.weight.t(), row.group, batch_invariant)
+    return y
+
+
+def plain_row(n: int, k: int, dtype: torch.dtype, group: Any, device: torch.device, name: str) -> Row | None:
+    """The row of a weight [n, k] that is not quantised. Collective. None where no winner is faster than the engine.
+
+    `group` is the engine's coordinator, `name` that of the layer in logs.
+    """
+    if group.world_size == 1 or dtype not in DTYPES:
+        return None
+    sizes = n, k, DTYPES[dtype], group.world_size
+    world = World.of(group.device_group, device)
+    ranges = token_ranges(*sizes, world=world)
+    if not _agreed(ranges, name, world):
+        return None
+    row = Row(str(group.device_group.group_name), keeps_bits=kept_bits(*sizes, name, world))
+    symm_mem.reduce_by(row.group, group.all_reduce)
+    return row
+
+
+def scaled_row(
+    layer: Any, stored: Stored, result: torch.dtype, k: int, group: Any, name: str, collective: str = scaled.ALL_REDUCE
+) -> Row | None:
+    """The row of a layer with an FP8 weight. Collective, after the engine has stored the weight. None as for `plain_row`.
+
+    Args:
+        layer: The engine's.
+        stored: How its weight is stored.
+        result: The type of inputs and results.
+        k: Elements of an input row.
+        group: The engine's coordinator.
+        name: Of the layer, for logs.
+        collective: Of the layer.
+    """
+    try:
+        n, scales, alike = _checked(layer, stored, result, k)
+    except NotTaken as reason:
+        left(name, str(reason))
+        return None
+    layout, ranks = SCALES_OF[stored.quantize], group.world_size
+    more = {"scales": layout, "result": scaled.RESULTS[result], "quantize": stored.quantize}
+    output = {scaled.ALL_REDUCE: "replicated", scaled.REDUCE_SCATTER: "scattered", scaled.ALL_GATHER: "gathered"}[collective]
+    world = World.of(group.device_group, layer.weight.device)
+    ranges = token_ranges(n, k, "e4m3", ranks, output=output, world=world, **more)  # type: ignore[arg-type]
+    if not _agreed(ranges if alike else [], name, world):
+        return None
+    attribute = stored.scales
+    if layout == "row" and scales.numel() == 1:
+        attribute = SCALES
+        repeated = scales.detach().view(1, 1).expand(n, 1).contiguous()
+        nn.Module.register_buffer(layer, SCALES, repeated, persistent=False)
+    own = weakref.ref(layer)
+
+    def engines(x: Tensor) -> Tensor | None:
+        here = own()
+        if here is None:
+            return None
+
+        def product(of: Tensor) -> Tensor:
+            found: Tensor = here.quant_method.apply(here, of, bias=None)
+            return found
+
+        if collective == scaled.ALL_REDUCE:
+            total: Tensor = group.all_reduce(product(x))
+            return total
+        return scaled.with_collective(x, product, collective, group.device_group)
+
+    scaled.run_by(layer.weight, engines)
+    return Row(str(group.device_group.group_name), stored.quantize, attribute, collective)
+
+
+def left(name: str, reason: str) -> None:
+    """Logs that a layer stays the engine's."""
+    log.info("autotax leaves %s as it is: %s", name, reason)
+
+
+def _agreed(ranges: list[tuple[int, int]], name: str, world: World) -> bool:
+    """Whether the ranks have the same ranges, and any. Logs either answer."""
+    if ranges := agreed(ranges, name, world):
+        log.info("autotax serves %s for %s tokens", name, listed(ranges))
+    else:
+        left(name, "no winner is faster for any number of tokens")
+    return bool(ranges)
+
+
+def _checked(layer: Any, stored: Stored, result: torch.dtype, k: int) -> tuple[int, Tensor, bool]:
+    """The columns of the result, the scales, and whether these values serve. Raises NotTaken, on all ranks alike."""
+    weight, scales = layer.weight, getattr(layer, stored.scales, None)
+    if torch.version.hip:
+        raise NotTaken("on AMD GPUs engines shuffle FP8 weights")
+    if weight.dtype is not scaled.CODES or result not in scaled.RESULTS:
+        raise NotTaken(f"its weight is {weight.dtype} and its result {result}; kernels take {scaled.CODES} and 16 bits")
+    n, layout = len(scaled.by_rows(weight, k)), SCALES_OF[stored.quantize]
+    if not isinstance(scales, Tensor) or scales.dtype is not torch.float32 or not scales.is_contiguous():
+        raise NotTaken(f"its scales are not float32 and contiguous in {stored.scales}")
+    counts = {"tensor": (1, n), "row": (1, n), "block": (scales_shape("block", n, k, weight=True),)}[layout]
+    if (tuple(scales.shape) if layout == "block" else scales.numel()) not in counts:
+        raise NotTaken(f"its scales are {list(scales.shape)} for a weight [{n}, {k}] and inputs quantised by {stored.quantize}")
+    if getattr(layer, "input_scale_ub", None) is not None:
+        raise NotTaken("its inputs have an upper bound of scales")
+    if stored.quantize == "static":
+        scale = getattr(layer, "input_scale", None)
+        if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype is not torch.float32:
+            raise NotTaken("it has no single float32 input_scale")
+        # Engines repeat the scale of a tensor for each row.
+        return n, scales, scales.numel() == 1 or bool((scales == scales.reshape(-1)[0]).all())
+    return n, scales, True

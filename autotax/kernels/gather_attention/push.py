@@ -1,0 +1,224 @@
+"""push: one kernel. The first `comm` programs send K and V to the other ranks; all others attend to keys as they arrive.
+
+A block of queries of one head attends to this rank's keys first, then to those of rank - 1, rank - 2 and so on, each group of
+tokens after its flag. Programs take blocks from a counter, or with several dies in turn; `order` says which block is next.
+Programs that have sent join the others.
+
+Waits: a block waits for the groups of tokens that it sees. Programs that send never wait before their last store, and all
+programs are resident, so every wait ends. The interpreter runs programs one after another; there a sender does not join.
+
+The inbox has two slots, chosen by the parity of the epoch. A rank writes a slot again two calls later. In the call in between, the
+first program has waited until every peer has begun that call, hence finished the one before. A rank gets only the keys that its
+queries see, so this wait cannot be left to the flags of groups.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div
+from autotax.kernels.all_gather_gemm.gemm import next_item
+from autotax.kernels.all_gather_gemm.products import load_tile
+from autotax.kernels.context import Context
+from autotax.kernels.gather_attention.core import ALIGNED, attend_blocks, attend_span, block_of, tokens_sent
+from autotax.kernels.gemm_reduce_scatter.product import rounded
+from autotax.kernels.kernel import Kernel
+from autotax.kernels.primitives import EPOCH, copy, flag_address, leave, signal, signal_all, translate, wait
+from autotax.kernels.residency import all_resident, gdc_wait
+from autotax.operators.gather_attention import GatherAttention
+
+COPY_ELEMENTS = tl.constexpr(8192)
+"""Elements that one program moves at a time: 16 KiB."""
+
+
+@triton.jit
+def send_keys(
+    k, v, inbox, flags, bases, epoch, rank, tokens, batch, width,
+    WORLD: tl.constexpr, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr, COMM: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """Copies K and V to the peers, PIECE tokens at a time, and counts each piece in the flag of its group of GROUP tokens."""
+    groups = tl.cdiv(tokens, GROUP)
+    size = (batch * tokens).to(tl.int64) * width
+    landing = inbox + ((epoch & 1) * WORLD + rank).to(tl.int64) * 2 * size
+    for hop in tl.range(1, WORLD, num_stages=1):
+        peer = (rank + hop) % WORLD
+        sent = tokens_sent(rank, peer, tokens, CAUSAL, CHUNKS)
+        pieces = tl.cdiv(sent, PIECE)
+        there = translate(landing, bases, rank, peer)
+        for unit in tl.range(tl.program_id(0), batch * pieces, COMM, num_stages=1):
+            sequence = unit // pieces
+            token = unit % pieces * PIECE
+            at = (sequence * tokens + token).to(tl.int64) * width
+            elements = tl.minimum(PIECE, sent - token) * width
+            copy(there + at, k + at, 0, elements, COPY_ELEMENTS, ALIGNED)
+            copy(there + size + at, v + at, 0, elements, COPY_ELEMENTS, ALIGNED)
+            flag = (rank * batch + sequence) * groups + token // GROUP
+            signal(flag_address(flags, flag, bases, rank, peer), 1, TARGET, "sys")
+
+
+@triton.jit
+def attend_block(
+    item, q, k, v, inbox, out, lse, flags, control, epoch, rank, tokens, batch, q_heads, kv_heads, scale,
+    WORLD: tl.constexpr, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
+    BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Computes a block of queries of one head. The last blocks see most keys and come first."""
+    length = tokens // CHUNKS
+    blocks = tl.cdiv(length, BLOCK_M)  # of a chunk: no block lies in two
+    of_head, place = block_of(item, batch * q_heads, CHUNKS * blocks, BLOCK_FIRST, DIES)
+    sequence = of_head // q_heads
+    head = of_head % q_heads
+    kv_head = head // (q_heads // kv_heads)
+    chunk = place // blocks
+    first = chunk * length + place % blocks * BLOCK_M
+    base = sequence * tokens
+    width = kv_heads * HEAD_DIM
+    col = kv_head * HEAD_DIM
+    queries = load_tile(
+        q, base + first, head * HEAD_DIM, batch * tokens, q_heads * HEAD_DIM, q_heads * HEAD_DIM, BLOCK_M, HEAD_DIM, TMA, ALIGNED
+    )
+    row = first + tl.arange(0, BLOCK_M)
+    state = (
+        tl.zeros([BLOCK_M, HEAD_DIM], tl.float32),
+        tl.full([BLOCK_M], float("-inf"), tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+    )
+    if CAUSAL:
+        seen_by_all = (first + 1) // BLOCK_N * BLOCK_N
+        state = attend_blocks(
+            state, queries, k, v, base, base, batch * tokens, col, width, 0, seen_by_all, row, tokens, scale,
+            HEAD_DIM, BLOCK_M, BLOCK_N, False, TMA, TARGET,
+        )  # fmt: skip
+        state = attend_blocks(
+            state, queries, k, v, base, base, batch * tokens, col, width, seen_by_all, tl.minimum(first + BLOCK_M, tokens), row, tokens,
+            scale, HEAD_DIM, BLOCK_M, BLOCK_N, True, TMA, TARGET,
+        )  # fmt: skip
+    else:
+        state = attend_span(
+            state, queries, k, v, base, base, batch * tokens, col, width, 0, tokens, scale,
+            HEAD_DIM, BLOCK_M, BLOCK_N, EVEN, TMA, TARGET,
+        )  # fmt: skip
+    groups = tl.cdiv(tokens, GROUP)
+    for hop in tl.range(1, WORLD, num_stages=1):
+        source = (rank + WORLD - hop) % WORLD
+        sent = tokens_sent(source, rank, tokens, CAUSAL, CHUNKS)
+        seen = sent
+        if CAUSAL:
+            seen = tl.where((source > rank) & (chunk == 0), 0, sent)
+        row_k = (((epoch & 1) * WORLD + source) * 2 * batch + sequence) * tokens
+        for group in tl.range(0, tl.cdiv(seen, GROUP), num_stages=1):
+            flag = (source * batch + sequence) * groups + group
+            pieces = tl.cdiv(tl.minimum(GROUP, sent - group * GROUP), PIECE)
+            wait(flags + flag, epoch * pieces, source, flag, control, TARGET)
+            state = attend_span(
+                state, queries, inbox, inbox, row_k, row_k + batch * tokens, 4 * WORLD * batch * tokens, col, width,
+                group * GROUP, tl.minimum(group * GROUP + GROUP, seen), scale,
+                HEAD_DIM, BLOCK_M, BLOCK_N, EVEN, TMA, TARGET,
+            )  # fmt: skip
+    acc, top, total = state
+    inside = row < (chunk + 1) * length
+    at = out + ((base + row).to(tl.int64)[:, None] * q_heads + head) * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(at, rounded(acc / total[:, None], out.dtype.element_ty, TARGET), mask=inside[:, None])
+    sums = (top + tl.log2(total)) * 0.6931471805599453
+    tl.store(lse + of_head.to(tl.int64) * tokens + row, sums, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rank", "batch", "q_heads", "kv_heads"])
+def push_attention_kernel(
+    q, k, v, inbox, k_sent, v_sent, landing, out, lse, flags, begun, bases, control, rank, tokens, batch, q_heads, kv_heads, scale,
+    WORLD: tl.constexpr, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr, COMM: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
+    BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """`q`, `k`, `v` and `inbox` are views for loads (see `load_tile`); `k_sent`, `v_sent` and `landing` are the same tensors."""
+    if EARLY:
+        gdc_wait()
+    epoch = tl.load(control + EPOCH)
+    program = tl.program_id(0)
+    if program == 0:
+        signal_all(begun, rank, bases, rank, WORLD, False, TARGET)
+    if program < COMM:
+        send_keys(
+            k_sent, v_sent, landing, flags, bases, epoch, rank, tokens, batch, kv_heads * HEAD_DIM,
+            WORLD, CAUSAL, CHUNKS, COMM, GROUP, PIECE, TARGET,
+        )  # fmt: skip
+    items = batch * q_heads * CHUNKS * tl.cdiv(tokens // CHUNKS, BLOCK_M)
+    if (TARGET != "interpreter") | (program >= COMM):
+        item = program
+        if DIES == 1:
+            item = next_item(control)
+        while item < items:
+            attend_block(
+                item, q, k, v, inbox, out, lse, flags, control, epoch, rank, tokens, batch, q_heads, kv_heads, scale,
+                WORLD, CAUSAL, CHUNKS, GROUP, PIECE, BLOCK_FIRST, DIES, HEAD_DIM, BLOCK_M, BLOCK_N, EVEN, TMA, TARGET,
+            )  # fmt: skip
+            if DIES == 1:
+                item = next_item(control)
+            else:
+                item += tl.num_programs(0)
+    if program == 0:
+        for hop in tl.range(1, WORLD, num_stages=1):
+            peer = (rank + hop) % WORLD
+            wait(begun + peer, epoch, peer, peer, control, TARGET)
+    leave(control, epoch, tl.num_programs(0), TARGET)
+
+
+class Push(Kernel[GatherAttention]):
+    KEEPS_LSE: ClassVar[bool] = True
+
+    def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        world, tokens = problem.world_size, problem.shard_len
+        shape = 2 * world * 2 * problem.batch * tokens, problem.kv_heads * problem.head_dim
+        self.inbox = context.heap.alloc(shape, context.dtype(problem))
+        self.flags = context.flags(world * problem.batch * ceil_div(tokens, config["group"]))
+        self.begun = context.flags(world)
+        self.lse = context.empty((problem.batch, problem.q_heads, tokens), torch.float32)
+        self.tma = config["loads"] == "tma"
+        block_m, block_n = int(config["block_m"]), int(config["block_n"])
+        self.constants: dict[str, Any] = {
+            "WORLD": world,
+            "CAUSAL": problem.mask == "causal",
+            "CHUNKS": problem.chunks,
+            "COMM": config["comm"],
+            "GROUP": config["group"],
+            "PIECE": config["piece"],
+            "BLOCK_FIRST": config["order"] == "block_first",
+            "DIES": config["dies"],
+            "HEAD_DIM": problem.head_dim,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "EVEN": problem.chunk_len % block_n == 0,
+            "TMA": self.tma,
+            "EARLY": context.hardware.launches_overlap,
+            "num_warps": config["num_warps"],
+            "num_stages": config["num_stages"],
+        }
+
+    def view(self, tensor: Tensor, rows: int) -> Any:
+        """The argument of `load_tile` for blocks of `rows` tokens of a head."""
+        matrix = tensor.view(-1, math.prod(tensor.shape[2:])) if tensor.dim() > 2 else tensor
+        return TensorDescriptor.from_tensor(matrix, [rows, self.problem.head_dim]) if self.tma else matrix
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        problem, context, constants = self.problem, self.context, self.constants
+        of_keys = constants["BLOCK_N"]
+        # The interpreter needs one program that attends.
+        programs = constants["COMM"] + 1 if context.interpreted else context.processors
+        context.launch(
+            push_attention_kernel, (programs,),
+            self.view(q, constants["BLOCK_M"]), self.view(k, of_keys), self.view(v, of_keys), self.view(self.inbox, of_keys),
+            k, v, self.inbox, out, self.lse, self.flags, self.begun, context.heap.bases, self.control, context.rank,
+            problem.shard_len, problem.batch, problem.q_heads, problem.kv_heads, math.log2(math.e) / math.sqrt(problem.head_dim),
+            **constants, **all_resident(context),
+        )  # fmt: skip

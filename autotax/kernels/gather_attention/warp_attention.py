@@ -1,0 +1,209 @@
+"""Attention with roles for warps: one warp loads, two groups of four warps attend to 64 queries each. For Hopper, in Gluon.
+
+Blocks of K and V pass through STAGES buffers each, with two barriers a buffer. A TMA load completes the barrier `full`; both
+groups arrive at `empty`. A group multiplies the next block of keys before the values of this one, so that its softmax runs
+beside a product. The block with the causal border comes first, then this rank's other blocks, then those of the other ranks.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from autotax.kernels.all_gather_gemm.roles import load_block, wait_first
+from autotax.kernels.gather_attention.core import block_of, tokens_sent
+
+ROWS = gl.constexpr(64)
+"""Queries of a group: the rows that one Hopper instruction multiplies."""
+GROUPS = gl.constexpr(2)
+
+
+@gluon.jit
+def tile_at(
+    item, rank, tokens, batch, q_heads,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """The item-th tile: (sequence, query head), its first query, and the blocks of this rank's keys and of all keys that it sees.
+
+    The last tiles of a head see most keys and come first.
+    """
+    of_head, place = block_of(item, batch * q_heads, tokens // (GROUPS * ROWS), BLOCK_FIRST, 1)
+    first = place * (GROUPS * ROWS)
+    own = (first + GROUPS * ROWS) // BLOCK_N if CAUSAL else tokens // BLOCK_N
+    every = own
+    for hop in gl.static_range(1, WORLD):
+        every += tokens_seen((rank + WORLD - hop) % WORLD, rank, first, tokens, CAUSAL, CHUNKS) // BLOCK_N
+    return of_head, first, own, every
+
+
+@gluon.jit
+def tokens_seen(source, rank, first, tokens, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr):
+    """How many of another rank's tokens the queries from `first` on see: all that were sent, or none."""
+    sent = tokens_sent(source, rank, tokens, CAUSAL, CHUNKS)
+    if CAUSAL:
+        sent = gl.where((source > rank) & (first < tokens // CHUNKS), 0, sent)
+    return sent
+
+
+@gluon.jit
+def load_turn(k, v, row_k, row_v, col, buffers, turn, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Loads a block of keys and one of values, as soon as their buffers are empty."""
+    _queries, keys, values, _q_full, _q_empty, k_full, k_empty, v_full, v_empty = buffers
+    stage = turn % STAGES
+    phase = (turn // STAGES & 1) ^ 1
+    mbarrier.wait(k_empty.index(stage), phase)
+    mbarrier.expect(k_full.index(stage), BLOCK_N * HEAD_DIM * 2)
+    load_block(k, [row_k, col], k_full.index(stage), keys.index(stage))
+    mbarrier.wait(v_empty.index(stage), phase)
+    mbarrier.expect(v_full.index(stage), BLOCK_N * HEAD_DIM * 2)
+    load_block(v, [row_v, col], v_full.index(stage), values.index(stage))
+
+
+@gluon.jit
+def load_tiles(
+    q, k, v, inbox, buffers, flags, control, epoch, slot, share,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """The loader: the queries of each tile, then its blocks of keys and values. It waits once for each other rank."""
+    queries, q_full, q_empty = buffers[0], buffers[3], buffers[4]
+    items, rank, tokens, batch, q_heads, kv_heads = share
+    turn = 0
+    tile = 0
+    known = 0  # bits of the ranks whose keys have arrived
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        of_head, first, own, _every = tile_at(item, rank, tokens, batch, q_heads, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, BLOCK_N)
+        sequence = of_head // q_heads
+        head = of_head % q_heads
+        base = sequence * tokens
+        col = head // (q_heads // kv_heads) * HEAD_DIM
+        mbarrier.wait(q_empty, (tile & 1) ^ 1)
+        mbarrier.expect(q_full, GROUPS * ROWS * HEAD_DIM * 2)
+        for group in gl.static_range(GROUPS):
+            load_block(q, [base + first + group * ROWS, head * HEAD_DIM], q_full, queries.index(group))
+        for block in range(own):
+            row = base + (own - 1 - block) * BLOCK_N
+            load_turn(k, v, row, row, col, buffers, turn, STAGES, BLOCK_N, HEAD_DIM)
+            turn += 1
+        for hop in range(1, WORLD):
+            source = (rank + WORLD - hop) % WORLD
+            blocks = tokens_seen(source, rank, first, tokens, CAUSAL, CHUNKS) // BLOCK_N
+            if (blocks > 0) & ((known >> source & 1) == 0):
+                wait_first(flags, source, 1, source, epoch, control, 1, TARGET)
+                known |= 1 << source
+            row_k = ((slot * WORLD + source) * 2 * batch + sequence) * tokens
+            for block in range(blocks):
+                row = row_k + block * BLOCK_N
+                load_turn(inbox, inbox, row, row + batch * tokens, col, buffers, turn, STAGES, BLOCK_N, HEAD_DIM)
+                turn += 1
+        tile += 1  # noqa: SIM113
+
+
+@gluon.jit
+def attend_tiles(
+    GROUP: gl.constexpr, out, lse, buffers, share, scale,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: its 64 queries of each tile."""
+    queries, keys, values, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
+    items, rank, tokens, batch, q_heads, _kv_heads = share
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, of_out, 2)
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = keys.dtype
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, of_scores))
+    col = gl.arange(0, BLOCK_N, gl.SliceLayout(0, of_scores))
+    mine = queries.index(GROUP)
+    turn = 0
+    tile = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        of_head, first, _own, blocks = tile_at(item, rank, tokens, batch, q_heads, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, BLOCK_N)
+        nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, of_scores)
+        o = gl.zeros([ROWS, HEAD_DIM], gl.float32, of_out)
+        mbarrier.wait(q_full, tile & 1)
+        stage = turn % STAGES
+        mbarrier.wait(k_full.index(stage), turn // STAGES & 1)
+        scores = warpgroup_mma(mine, keys.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+        mbarrier.arrive(k_empty.index(stage))
+        if CAUSAL:
+            border = row + GROUP * ROWS + (BLOCK_N - GROUPS * ROWS)
+            scores = gl.where(col[None, :] <= border[:, None], scores, float("-inf"))
+        top = gl.max(scores, 1) * scale
+        shares = gl.exp2(scores * scale - top[:, None])
+        total = gl.sum(shares, 1)
+        for _block in range(1, blocks):
+            x = gl.convert_layout(shares.to(dtype), operand)
+            now = turn % STAGES
+            then = turn + 1
+            stage = then % STAGES
+            mbarrier.wait(k_full.index(stage), then // STAGES & 1)
+            scores = warpgroup_mma(mine, keys.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(now), turn // STAGES & 1)
+            o = warpgroup_mma(x, values.index(now), o, is_async=True)
+            scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
+            mbarrier.arrive(k_empty.index(stage))
+            higher = gl.maximum(top, gl.max(scores, 1) * scale)
+            shares = gl.exp2(scores * scale - higher[:, None])
+            fading = gl.exp2(top - higher)
+            total = total * fading + gl.sum(shares, 1)
+            top = higher
+            o, x = warpgroup_mma_wait(num_outstanding=0, deps=(o, x))
+            mbarrier.arrive(v_empty.index(now))
+            o = o * gl.convert_layout(fading, gl.SliceLayout(1, of_out))[:, None]
+            turn += 1
+        x = gl.convert_layout(shares.to(dtype), operand)
+        now = turn % STAGES
+        mbarrier.wait(v_full.index(now), turn // STAGES & 1)
+        o = warpgroup_mma(x, values.index(now), o, is_async=True)
+        o, x = warpgroup_mma_wait(num_outstanding=0, deps=(o, x))
+        mbarrier.arrive(v_empty.index(now))
+        mbarrier.arrive(q_empty)
+        turn += 1
+        sequence = of_head // q_heads
+        o = o / gl.convert_layout(total, gl.SliceLayout(1, of_out))[:, None]
+        o = gl.convert_layout(o.to(dtype), wide)
+        query = first + GROUP * ROWS
+        rows = (sequence * tokens + query + gl.arange(0, ROWS, gl.SliceLayout(1, wide))).to(gl.int64) * q_heads + of_head % q_heads
+        gl.store(out + rows[:, None] * HEAD_DIM + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, wide))[None, :], o)
+        sums = (top + gl.log2(total)) * 0.6931471805599453
+        gl.store(lse + of_head.to(gl.int64) * tokens + query + row, sums)
+        tile += 1  # noqa: SIM113
+
+
+@gluon.jit
+def attend_by_roles(
+    q, k, v, inbox, out, lse, flags, control, epoch, slot, rank, tokens, batch, q_heads, kv_heads, scale,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """A program's tiles. `q` has boxes of 64 tokens of a head, `k`, `v` and `inbox` boxes of BLOCK_N."""
+    queries = gl.allocate_shared_memory(q.dtype, [GROUPS, ROWS, HEAD_DIM], q.layout)
+    keys = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, HEAD_DIM], k.layout)
+    values = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, HEAD_DIM], v.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=GROUPS)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=GROUPS)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=GROUPS)
+    fence_async_shared()
+    buffers = (queries, keys, values, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    share = (batch * q_heads * (tokens // (GROUPS * ROWS)), rank, tokens, batch, q_heads, kv_heads)
+    gl.warp_specialize(
+        [
+            (attend_tiles, (0, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
+            (attend_tiles, (1, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
+            (load_tiles, (q, k, v, inbox, buffers, flags, control, epoch, slot, share, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, TARGET)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip

@@ -1,0 +1,233 @@
+"""Prefill and training attention over sequence shards: each rank's queries attend to the keys and values of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
+
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
+from autotax.kernels.gather_attention.library import attend
+from autotax.nn import custom_ops  # noqa: F401 - registers torch.ops.autotax.*
+from autotax.nn.base import NO_OUT, remember
+from autotax.nn.consensus import DTYPES
+from autotax.nn.fallback import all_gather, reduce_scatter
+from autotax.nn.tensor_checks import recorded, require_tensor, small
+from autotax.nn.tuned import Tuned
+from autotax.operators.gather_attention import GatherAttention as Shape
+from autotax.spaces.gather_attention import LIBRARIES
+
+
+class GatherAttention(Tuned):
+    """Attention of a rank's queries to the keys and values of all ranks. One module serves all layers of the same sizes.
+
+    Construction is collective over `group` (None: all ranks, or this process alone).
+
+    - `kv_heads`, `q_heads`, `head_dim`: of K and V, and of Q. `max_seq_len`: the most tokens of a sequence on all ranks together;
+      `max_batch`: the most sequences of a call.
+    - `causal`: a query sees the keys up to its own position. `layout`: "contiguous", rank r has the r-th part of each sequence;
+      or "zigzag", it has chunks r and 2 * ranks - 1 - r of 2 * ranks chunks, in this order, so that all ranks have equal work.
+    - `sizes`: lengths of sequences to prepare for, each with its own config; default: `max_seq_len` alone. A call uses the config
+      of the next greater length if its kernel can serve fewer tokens, else BSP.
+    - `device`, `db`, `conditions`, `config`, `check`, `prove`: see FlashDecode and AllGatherLinear.
+
+    Calls can be captured, once their shapes have been called, and compiled. They allocate their result, and nothing else if a
+    kernel of ours runs; torch's attention has workspaces in torch's caching allocator. Raises UsageError on all ranks alike.
+
+    The backward is the vendor's, on keys and values that are gathered again; a reduce-scatter adds up their gradients.
+    """
+
+    _most: Shape
+    _recorders: dict[Problem, Any]
+
+    def __init__(
+        self,
+        kv_heads: int,
+        q_heads: int,
+        head_dim: int,
+        max_seq_len: int,
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        max_batch: int = 1,
+        causal: bool = True,
+        layout: str = "contiguous",
+        device: torch.device | str | None = None,
+        db: str | Path | None = None,
+        conditions: Conditions | None = None,
+        config: Config | None = None,
+        sizes: Sequence[int] | None = None,
+        check: bool | None = None,
+        prove: bool | float = False,
+    ) -> None:
+        self._dtype = dtype
+        self._shape = max_batch, q_heads, kv_heads, head_dim, "causal" if causal else "none", layout
+        self._lengths = sorted({*(sizes or ()), max_seq_len})
+        super().__init__((), group, device=device, db=db, conditions=conditions, config=config, check=check, prove=prove)
+
+    def _blank(self) -> dict[str, Any]:
+        return super()._blank() | {"_recorders": {}, "_most": None}
+
+    def _prepared_for(self) -> list[Problem]:
+        """The problem of each length to prepare for."""
+        if self._dtype not in DTYPES:
+            raise UsageError(f"dtype is {self._dtype}; allowed are torch.bfloat16 and torch.float16: give one of these")
+        batch, q_heads, kv_heads, dim, mask, layout = self._shape
+        shape = batch, q_heads, kv_heads, dim
+        return [Shape(*shape, length, DTYPES[self._dtype], self.world_size, mask, layout) for length in self._lengths]
+
+    def _make(self) -> None:
+        if self._world is None:
+            problems, _ = self._agreed(self._prepared_for, None)
+        else:
+            super()._make()
+            problems = self._prepared_for()
+            # The first collective connects the ranks, which does not work during graph capture.
+            dist.all_reduce(torch.zeros(1, device=self._device), group=self._world.data)
+        most = problems[-1]
+        assert isinstance(most, Shape)
+        self._most = most
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """The attention of this rank's queries.
+
+        Args:
+            q: [batch, tokens, q_heads, head_dim], this rank's tokens.
+            k: [batch, tokens, kv_heads, head_dim].
+            v: Like k.
+            out: Where to store the output. Default: a new tensor.
+
+        Returns:
+            The output, shaped like q. Enqueues on the current stream of the module's device.
+
+        Raises:
+            UsageError: A tensor is not allowed; nothing is enqueued.
+        """
+        if is_grad_enabled() and recorded(q, k, v, out):
+            if out is not None:
+                raise UsageError(NO_OUT)
+            result, _ = torch.ops.autotax.gather_attention_recorded(q, k, v, self.handle)
+            return result
+        if not is_compiling():
+            return self.run(q, k, v, out)
+        if out is None:
+            return torch.ops.autotax.gather_attention(q, k, v, self.handle)
+        torch.ops.autotax.gather_attention_out(q, k, v, out, self.handle)
+        return out
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
+        """The body of `forward`; for the operators of torch.ops."""
+        problem, inputs = self._problem_of(q, k, v)
+        if self._world is None:
+            return self._alone(problem, inputs, out)
+        return super().forward(*inputs, out=out, problem=problem)
+
+    def run_recorded(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The output and its log-sum-exps, float32 [batch, q_heads, tokens], for a call that torch records."""
+        problem, inputs = self._problem_of(q, k, v)
+        if self._world is None:
+            o, lse = attend(self._library, *inputs, causal=problem.mask == "causal")
+            return o, lse.contiguous()
+        chosen, like = self._calls.get(problem) or self._choose(problem)
+        kernel = self._recorders.get(problem) or remember(self._recorders, problem, self._recorder(problem, chosen))
+        o = self._call(kernel, like, inputs, None)
+        return o, kernel.lse.clone(memory_format=torch.contiguous_format)
+
+    def gradients(
+        self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v. K and V are gathered again, and their gradients of all ranks are added up."""
+        problem, (q, k, v) = self._problem_of(q, k, v)
+        d_o, world, rank = d_o.contiguous(), self._world, self._world.rank if self._world else 0
+        keys_and_values = q.new_empty(problem.world_size, 2, *k.shape)
+        own = torch.stack((k, v))
+        with self._guards[0]:
+            if world is None:
+                keys_and_values[0] = own
+            else:
+                all_gather(keys_and_values, own, world.data)
+            sums, d_q = torch.zeros_like(keys_and_values), torch.zeros_like(q)
+            for part in problem.parts(rank):
+                queries, keys = slice(*part.queries), slice(*part.keys)
+                of_part, values = keys_and_values[part.source, :, :, keys]
+                of_queries, of_keys, of_values = _backward(
+                    self._library, d_o[:, queries], q[:, queries], of_part, values, o[:, queries], lse[:, :, queries], part.causal
+                )
+                d_q[:, queries] += of_queries
+                sums[part.source, 0, :, keys], sums[part.source, 1, :, keys] = of_keys, of_values
+            if world is None:
+                own = sums[0]
+            else:
+                reduce_scatter(own, sums.view(-1, *sums.shape[2:]), world.data)
+        return d_q, own[0].clone(), own[1].clone()
+
+    def _recorder(self, problem: Shape, chosen: Any) -> Any:
+        """The kernel for calls that torch records: the chosen one if it has log-sum-exps, else the baseline."""
+        if chosen.KEEPS_LSE:
+            return chosen
+        kernels = (kernel for made in self._kernels.values() for kernel in made if kernel.KEEPS_LSE)
+        return next(fit for kernel in kernels if (fit := self._fitted(kernel, problem)))
+
+    def _problem_of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Shape, tuple[Tensor, Tensor, Tensor]]:
+        """The problem of a call, and its tensors as kernels take them. Raises UsageError."""
+        self._ensure_ready()
+        most, device = self._most, self._device
+        q, k, v = (small(name, tensor, self._dtype, device) for name, tensor in (("q", q), ("k", k), ("v", v)))
+        if q.dim() != 4:
+            raise UsageError(f"q has {q.dim()} dimensions; it must be [batch, tokens, q_heads, head_dim]: give such a tensor")
+        batch, tokens = q.shape[:2]
+        if batch > most.batch or tokens > most.shard_len:
+            raise UsageError(
+                f"q is {list(q.shape)}; it must have at most {most.batch} sequences of {most.shard_len} tokens on a rank: "
+                "give fewer, or make the module with a greater max_batch or max_seq_len"
+            )
+        problem = replace(most, batch=batch, seq_len=tokens * most.world_size)
+        for name, tensor, heads in (("q", q, most.q_heads), ("k", k, most.kv_heads), ("v", v, most.kv_heads)):
+            require_tensor(name, tensor, (batch, tokens, heads, most.head_dim), self._dtype, device)
+        return problem, (q, k, v)
+
+    def _alone(self, problem: Shape, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor | None) -> Tensor:
+        """The output where there is one rank."""
+        o, _ = attend(self._library, *inputs, causal=problem.mask == "causal")
+        if out is None:
+            return o
+        require_tensor("out", out, tuple(o.shape), self._dtype, self._device)
+        return out.copy_(o)
+
+    @property
+    def _library(self) -> str:
+        """Whose attention the backward uses."""
+        on_amd = torch.version.hip is not None
+        return str(LIBRARIES["cpu" if self._device.type == "cpu" else "rocm" if on_amd else "cuda"][0])
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._recorders.clear()
+
+
+def _backward(
+    library: str, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v by the vendor's backward, through one part of the keys; `o` and `lse` are those of all keys."""
+    keys, lse = k.shape[1], lse.contiguous()
+    d_o, q, k, v, o = (tensor.transpose(1, 2) for tensor in (d_o, q, k, v, o))
+    sizes, nothing = (None, None, q.shape[2], keys, 0.0, causal), lse.new_zeros(2, dtype=torch.int64)
+    aten = torch.ops.aten
+    if library == "cudnn":
+        given = nothing[0], nothing[1], None, *sizes
+        gradients = aten._scaled_dot_product_cudnn_attention_backward(d_o, q, k, v, o, lse[..., None], *given)
+    elif library == "flash":
+        gradients = aten._scaled_dot_product_flash_attention_backward(d_o, q, k, v, o, lse, *sizes, nothing, nothing[0])
+    else:
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(d_o, q, k, v, o, lse, 0.0, causal)
+    d_q, d_k, d_v = (gradient.transpose(1, 2) for gradient in gradients)
+    return d_q, d_k, d_v

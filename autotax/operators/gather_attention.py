@@ -1,0 +1,247 @@
+"""Gather + attention: prefill attention over sequence shards. Each rank attends with its queries to the keys of all ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem, choice, dtype, ranks, size
+from autotax.hardware import links_us
+from autotax.operators.declaration import Operator, Rates
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from autotax.hardware import Hardware
+    from autotax.operators.inputs import Call, Draw
+
+
+class Part(NamedTuple):
+    """Attention of some of a rank's queries to some keys of one rank; all bounds are (first, end) of local tokens."""
+
+    source: int
+    """The rank that has the keys."""
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    causal: bool
+    """Whether the i-th query sees the keys up to the i-th; else it sees all keys of the part."""
+
+
+@dataclass(frozen=True)
+class GatherAttention(Problem):
+    """Attention of a rank's queries to the keys and values of all ranks. Each rank has its tokens of the sequence.
+
+    q [batch, S, q_heads, head_dim]; k and v [batch, S, kv_heads, head_dim]; the output is shaped like q. S = seq_len /
+    world_size. Scores are scaled by 1 / sqrt(head_dim). Each KV head serves q_heads / kv_heads query heads.
+
+    - `mask="causal"`: a query sees the keys of its own position and of those before. With `"none"` it sees all keys.
+    - `layout="contiguous"`: rank r has tokens r*S ... r*S + S - 1. With `"zigzag"` the sequence is cut into 2 * world_size
+      chunks, and rank r has chunks r and 2 * world_size - 1 - r. So all ranks have equal work under a causal mask.
+    """
+
+    batch: int = size("sequences", most=65535, varying=True)
+    q_heads: int = size("query heads", most=4096)
+    kv_heads: int = size("KV heads", most=4096)
+    head_dim: int = size("elements of a head, a multiple of 8", most=256)
+    seq_len: int = size("tokens of a sequence on all ranks", varying=True)
+    dtype: str = dtype(allowed=("bf16", "fp16"))
+    world_size: int = ranks()
+    mask: str = choice("causal or none", ("causal", "none"), default="causal")
+    layout: str = choice("contiguous or zigzag: the tokens that a rank has", ("contiguous", "zigzag"), default="contiguous")
+
+    op: ClassVar[str] = "gather-attention"
+
+    def check(self) -> None:
+        """See Problem.check."""
+        if self.q_heads % self.kv_heads:
+            raise UsageError(
+                f"q_heads is {self.q_heads} and kv_heads {self.kv_heads}; q_heads must be a multiple of kv_heads: "
+                "give another --q-heads or --kv-heads"
+            )
+        if self.head_dim % 8:
+            raise UsageError(f"head_dim is {self.head_dim}; it must be a multiple of 8: give another --head-dim")
+        if self.layout == "zigzag" and self.mask == "none":
+            raise UsageError(
+                "layout is zigzag and mask is none; without a mask the order of tokens does not matter: give --layout contiguous"
+            )
+        if self.seq_len % (self.world_size * self.chunks):
+            raise UsageError(
+                f"seq_len is {self.seq_len} on {self.world_size} ranks; with --layout {self.layout} it must be a multiple of "
+                f"{self.world_size * self.chunks}: give another --seq-len"
+            )
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the sequence that a rank has."""
+        return 2 if self.layout == "zigzag" else 1
+
+    @property
+    def shard_len(self) -> int:
+        """Tokens of each sequence on a rank."""
+        return self.seq_len // self.world_size
+
+    @property
+    def chunk_len(self) -> int:
+        """Tokens of a chunk."""
+        return self.shard_len // self.chunks
+
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
+        """The numbers of the chunks of a rank, in the order of its tokens, which is that of the sequence."""
+        return (rank, 2 * self.world_size - 1 - rank)[: self.chunks]
+
+    def parts(self, rank: int) -> list[Part]:
+        """The parts of a rank's attention, its own keys first, then those of rank - 1, rank - 2 and so on.
+
+        The queries and keys of two ranks that see each other form a rectangle. In the zigzag layout all queries see the first
+        chunk of a lower rank. The second chunk of queries sees all keys of a higher rank.
+        """
+        whole, chunk = (0, self.shard_len), self.chunk_len
+        parts = [Part(rank, whole, whole, self.mask == "causal")]
+        for hop in range(1, self.world_size):
+            source = (rank - hop) % self.world_size
+            if self.mask == "none":
+                parts.append(Part(source, whole, whole, causal=False))
+            elif source < rank:
+                parts.append(Part(source, whole, (0, chunk), causal=False))
+            elif self.layout == "zigzag":
+                parts.append(Part(source, (chunk, 2 * chunk), whole, causal=False))
+        return parts
+
+    def pairs(self, rank: int) -> int:
+        """The (query, key) pairs of a rank, of one head of one sequence, that see each other."""
+        areas = [(part, (part.queries[1] - part.queries[0]) * (part.keys[1] - part.keys[0])) for part in self.parts(rank)]
+        return sum((area + self.shard_len) // 2 if part.causal else area for part, area in areas)
+
+    @property
+    def nbytes(self) -> int:
+        """See Problem.nbytes."""
+        return 2 * self.batch * self.shard_len * (self.q_heads + self.kv_heads) * self.head_dim * self.item_size
+
+    @property
+    def flops(self) -> int:
+        """The operations of the rank with the most pairs."""
+        most = max(map(self.pairs, range(self.world_size)))
+        return 4 * self.batch * self.q_heads * self.head_dim * most
+
+    def brief(self) -> str:
+        """`B 1, 64/8 heads, 8K, zigzag`"""
+        length = f"{self.seq_len // 1024}K" if self.seq_len % 1024 == 0 else str(self.seq_len)
+        unusual = [self.layout] if self.layout != "contiguous" else []
+        unusual += ["no mask"] if self.mask == "none" else []
+        unusual += [f"dim {self.head_dim}"] if self.head_dim != 128 else []
+        unusual += [self.dtype] if self.dtype != "bf16" else []
+        return ", ".join((f"B {self.batch}", f"{self.q_heads}/{self.kv_heads} heads", length, *unusual))
+
+
+operator = Operator(GatherAttention)
+operator.example(
+    on_gpu=GatherAttention(1, 64, 8, 128, 8192, layout="zigzag"), on_cpu=GatherAttention(2, 4, 2, 32, 96, layout="zigzag")
+)
+
+
+@operator.inputs
+def draw(problem: GatherAttention, draw: Draw) -> Call:
+    """The rank's q, k and v -> its output."""
+    from autotax.operators.inputs import SPREADS, Call, powers, scale
+
+    shape = problem.batch, problem.shard_len
+    q = draw.normal(*shape, problem.q_heads, problem.head_dim, tensor=30)
+    k, v = (draw.normal(*shape, problem.kv_heads, problem.head_dim, tensor=tensor) for tensor in (31, 32))
+    if draw.extreme:
+        reach, seed, heads = SPREADS[problem.dtype], draw.seed, problem.kv_heads
+        keys = powers((heads, problem.head_dim), reach.channel, seed, 30)
+        values = powers((heads, 1), reach.head, seed, 31) * powers((heads, problem.head_dim), reach.value, seed, 32)
+        scale(q, (1 / keys).repeat_interleave(problem.q_heads // heads, 0))
+        scale(k, keys)
+        scale(v, values)
+        if draw.rank == 0:  # the first token is the only one that every query sees
+            # No infinity: torch's context parallelism, an alternative, merges it into a NaN.
+            v[-1, 0, -1, (seed + problem.head_dim // 2) % problem.head_dim] = math.nan
+    return Call((q, k, v), draw.empty(*shape, problem.q_heads, problem.head_dim))
+
+
+MOST_SCORES = 1 << 28
+"""Most scores that the reference holds at a time: 1 GiB of float32."""
+
+
+@operator.reference
+def reference(problem: GatherAttention, calls: Sequence[Call], rank: int) -> tuple[Tensor, Tensor]:
+    """Softmax attention in float32 over the whole sequence, some rows at a time; and its spread."""
+    import torch
+
+    from autotax.operators.verification import unit
+
+    q = calls[rank].tensors[0]
+    ordered = {
+        chunk: [tensor[:, at * problem.chunk_len :][:, : problem.chunk_len] for tensor in call.tensors[1:]]
+        for source, call in enumerate(calls)
+        for at, chunk in enumerate(problem.chunks_of(source))
+    }
+    keys, values = (torch.cat([ordered[chunk][which] for chunk in sorted(ordered)], 1) for which in (0, 1))
+    tokens = torch.arange(problem.chunk_len, device=q.device)
+    places = torch.cat([chunk * problem.chunk_len + tokens for chunk in problem.chunks_of(rank)])
+    right, spread = (torch.empty(q.shape, device=q.device) for _ in range(2))
+    group = problem.q_heads // problem.kv_heads
+    rows = max(1, MOST_SCORES // (group * problem.seq_len))
+    for sequence in range(problem.batch):
+        for head in range(problem.kv_heads):
+            of_group = slice(head * group, head * group + group)
+            k, v = (tensor[sequence, :, head].float() for tensor in (keys, values))
+            size = v.clone()
+            most = unit(size, 0)
+            size.square_()
+            for first in range(0, problem.shard_len, rows):
+                place = places[first : first + rows]
+                end = int(place[-1]) + 1 if problem.mask == "causal" else problem.seq_len
+                scores = q[sequence, first : first + rows, of_group].float().transpose(0, 1) @ k[:end].t()
+                scores /= math.sqrt(problem.head_dim)
+                if problem.mask == "causal":
+                    scores.masked_fill_(torch.arange(end, device=q.device) > place[:, None], -math.inf)
+                shares = torch.softmax(scores, -1)
+                # The value of the first token may be NaN, and every query sees that token. No other value is.
+                right[sequence, first : first + rows, of_group] = (shares @ v[:end]).transpose(0, 1)
+                squares = (shares.square_() @ size[:end]).sqrt_() * most
+                spread[sequence, first : first + rows, of_group] = squares.transpose(0, 1)
+    return right, spread
+
+
+FLOPS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
+"""Floating-point operations in a second, of 16 bits, by the data sheet. Other devices are unknown."""
+
+
+@operator.bound(links="the links at full rate", arithmetic="the products of both matrices at the data sheet's rate")
+def bound(problem: GatherAttention, hardware: Hardware, _: Rates) -> dict[str, float]:
+    """The time for the rank that receives most to receive the keys and values that it sees, and the time of its products."""
+    token = 2 * problem.batch * problem.kv_heads * problem.head_dim * problem.item_size
+    tokens = max(
+        sum(part.keys[1] - part.keys[0] for part in problem.parts(rank)[1:]) for rank in range(problem.world_size)
+    )
+    times = links_us(token * tokens, problem.world_size - 1, hardware)
+    if hardware.device in FLOPS:
+        times["arithmetic"] = problem.flops / FLOPS[hardware.device] * 1e6
+    return times
+
+
+_KERNELS, _SPACES = "autotax.kernels.gather_attention", "autotax.spaces.gather_attention"
+
+operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", f"{_SPACES}:bsp", role="baseline")
+operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed")
+operator.variant("heads", f"{_KERNELS}.heads:Heads", f"{_SPACES}:heads")
+operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}:copy_engine")
+operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
+
+
+def _with_cudnn(problem: GatherAttention, hardware: Hardware) -> bool:  # noqa: ARG001
+    """Whether torch has cuDNN's attention."""
+    return hardware.backend == "cuda"
+
+
+operator.peer("torch_context_parallel", f"{_KERNELS}.peers:TorchContextParallel", where=_with_cudnn)
+operator.peer("torch_context_parallel_ring", f"{_KERNELS}.peers:TorchContextParallelRing", where=_with_cudnn)
+operator.peer(
+    "attention", f"{_KERNELS}.peers:AttentionAlone", modes=(), part="the attention", row="attention alone", where=_with_cudnn
+)

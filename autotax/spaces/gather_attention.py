@@ -1,0 +1,105 @@
+"""Search spaces of gather + attention, one function per variant."""
+
+from __future__ import annotations
+
+from autotax.core.config import Config, Value
+from autotax.core.problem import power_of_two
+from autotax.core.space import Constraint, VariantSpace
+from autotax.hardware import Hardware, lanes
+from autotax.operators.gather_attention import GatherAttention
+
+LIBRARIES: dict[str, tuple[Value, ...]] = {"cuda": ("cudnn", "flash"), "rocm": ("flash",), "cpu": ("cpu",)}
+"""The attention of torch: cuDNN's, the flash attention that torch brings along, and that for CPUs."""
+
+ORDERS = ("block_first", "head_first")
+"""The next block of queries is the same block of the next head, or the next block of the same head."""
+ACCUMULATORS = 160
+"""Most float32 numbers that a thread holds: its part of the output and of the scores."""
+
+
+def _by_library(variant: str, hardware: Hardware) -> VariantSpace:
+    """The one parameter of variants with the vendor's attention is the library."""
+    libraries = LIBRARIES[hardware.backend]
+    return VariantSpace(variant, {"library": libraries}, (), tuple(Config.of(variant, library=library) for library in libraries))
+
+
+def bsp(problem: GatherAttention, hardware: Hardware) -> VariantSpace:  # noqa: ARG001
+    """See `_by_library`."""
+    return _by_library("bsp", hardware)
+
+
+def decomposed(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
+    """None for one rank, which has all keys."""
+    return _by_library("decomposed", hardware) if problem.world_size > 1 else None
+
+
+def heads(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
+    """None where the ranks do not divide the heads."""
+    divided = problem.kv_heads % problem.world_size == 0
+    return _by_library("heads", hardware) if divided and problem.world_size > 1 else None
+
+
+def copy_engine(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
+    """For Hopper, where chunks are whole tiles of 128 queries, and heads of 64 or 128."""
+    if hardware.target != "cuda:90" or problem.chunk_len % 128 or problem.head_dim not in (64, 128) or problem.world_size == 1:
+        return None
+    parameters: dict[str, tuple[Value, ...]] = {
+        "block_n": (128, 64) if problem.mask == "none" else (128,),
+        "num_stages": (2, 3),
+        "order": ORDERS,
+        "grid": ("processors", "tiles"),
+    }
+    fits = Constraint(
+        ("block_n", "num_stages"),
+        lambda n, stages: (256 + 2 * stages * n) * problem.head_dim * problem.item_size + 1024 <= hardware.shared_memory,
+        "queries and keys do not fit in shared memory",
+    )
+    seeds = [
+        Config.of("copy_engine", block_n=128, num_stages=2, order=order, grid=grid)
+        for order in ORDERS
+        for grid in ("processors", "tiles")
+    ]
+    return VariantSpace("copy_engine", parameters, (fits,), tuple(seeds))
+
+
+def push(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
+    """None for heads whose size is no power of two, and for one rank."""
+    dim = problem.head_dim
+    if dim != power_of_two(dim) or dim < 16 or problem.world_size == 1:
+        return None
+    gpu = hardware.on_gpu
+    most = max(16, power_of_two(problem.chunk_len))
+    parameters: dict[str, tuple[Value, ...]] = {
+        "block_m": tuple(size for size in (64, 128) if size <= most) or (16,) if gpu else (16, 32),
+        "block_n": tuple(size for size in (32, 64, 128) if size <= most) or (16,) if gpu else (16, 32),
+        "num_warps": (4, 8) if gpu else (4,),
+        "num_stages": (1, 2, 3, 4) if gpu else (2,),
+        "order": ORDERS,
+        "dies": tuple(dict.fromkeys((1, hardware.dies))),
+        "comm": (4, 8, 16, 32, 64) if gpu else (1, 2),
+        "piece": (32, 64, 128) if gpu else (16, 32),
+        "group": (256, 512, 1024, 4096) if gpu else (32, 64),
+        "loads": ("pointer",) if hardware.backend == "rocm" else ("tma",),
+    }
+    fits = Constraint(
+        ("block_m", "block_n", "num_warps", "num_stages"),
+        lambda m, n, warps, stages: not gpu or _fits(problem, hardware, m, n, warps, stages),
+        "queries and keys do not fit in shared memory or registers",
+    )
+    ways = ((128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (16, 16, 4, 2))
+    seeds = [
+        Config.of(
+            "push", block_m=m, block_n=n, num_warps=warps, num_stages=stages, order=order, dies=parameters["dies"][-1],
+            comm=16 if gpu else 2, piece=64 if gpu else 32, group=1024 if gpu else 32, loads=parameters["loads"][0],
+        )
+        for order in ORDERS
+        for m, n, warps, stages in ways
+        if m in parameters["block_m"] and n in parameters["block_n"]
+    ]  # fmt: skip
+    return VariantSpace("push", parameters, (fits,), tuple(seeds))
+
+
+def _fits(problem: GatherAttention, hardware: Hardware, m: int, n: int, warps: int, stages: int) -> bool:
+    """Whether Q and the blocks of K and V fit in shared memory, and the output and the scores in half of the registers."""
+    nbytes = (m + 2 * stages * n) * problem.head_dim * problem.item_size
+    return nbytes <= hardware.shared_memory and m * (problem.head_dim + n) <= ACCUMULATORS * lanes(hardware) * warps

@@ -1,0 +1,63 @@
+"""GatherAttention on GPUs: outputs and gradients, and a captured call that is replayed with other inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from autotax.hardware import detect
+from autotax.heap.world import World
+from autotax.nn import GatherAttention
+from autotax.operators.problems import GatherAttention as Problem
+from autotax.runner.ranks import Ranks
+from autotax.spaces import space_for
+from tests.nn.test_gather_attention import HEADS, KV_HEADS, LIMIT, SIZES, calls, drawn, far, own, right
+
+VARIANTS = ("bsp", "decomposed", "heads", "copy_engine", "push")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2, detect().backend) as two:
+        yield two
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("layout", "mask"), [("zigzag", "causal"), ("contiguous", "causal"), ("contiguous", "none")])
+def test_outputs_and_gradients_are_those_of_dense_attention(ranks: Ranks, layout: str, mask: str, variant: str) -> None:
+    for found in ranks.run(calls, layout, mask, variant, timeout=60):
+        assert max(found) < LIMIT, found
+
+
+def replayed(world: World, variant: str) -> list[float]:
+    """Deviations of the outputs of a graph of three calls, replayed with other inputs."""
+    dim, tokens = SIZES["cuda"]
+    problem = Problem(2, HEADS, KV_HEADS, dim, tokens, "bf16", world.size, layout="zigzag")
+    config = space_for(problem, detect(world.backend)).default(variant)
+    module = GatherAttention(KV_HEADS, HEADS, dim, tokens, max_batch=2, layout="zigzag", device=world.device, config=config)
+    whole = drawn(tokens, dim, world.device)
+    static = [own(world, tensor, "zigzag") for tensor in whole[:3]]
+    module(*static)
+    world.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        outs = [module(*static) for _ in range(3)]
+    found = []
+    for turn in range(4):
+        if turn:
+            whole = [tensor.roll(turn, 1) for tensor in whole]
+        for tensor, values in zip(static, whole, strict=False):
+            tensor.copy_(own(world, values, "zigzag"))
+        graph.replay()
+        expected = right(whole, causal=True)[:1]
+        found += [far(world, [out], expected, "zigzag") for out in outs]
+    module.close()
+    return found
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_captured_call_reads_what_its_inputs_hold(ranks: Ranks, variant: str) -> None:
+    for found in ranks.run(replayed, variant, timeout=60):
+        assert max(found) < LIMIT, found

@@ -1,0 +1,167 @@
+"""GatherAttention on CPU ranks against dense attention: outputs, gradients, compiled calls, other sizes, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.hardware import detect
+from autotax.heap.world import World
+from autotax.nn import GatherAttention
+from autotax.operators.problems import GatherAttention as Problem
+from autotax.runner.ranks import Ranks
+from autotax.spaces import space_for
+
+HEADS, KV_HEADS = 4, 2
+SIZES = {"cpu": (16, 64), "cuda": (128, 1024)}
+"""Elements of a head and tokens of a sequence, by the type of the ranks' devices."""
+DIM, TOKENS = SIZES["cpu"]
+LIMIT = 2e-2
+"""Of an element, relative to the greatest: results and gradients of bf16."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as two:
+        yield two
+
+
+def drawn(length: int, dim: int = DIM, device: str | torch.device = "cpu") -> list[Tensor]:
+    """Q, K, V and the gradient of the output, of the whole sequence."""
+    random = torch.Generator().manual_seed(length)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return [torch.randn(2, length, many, dim, generator=random).to(device, torch.bfloat16) for many in heads]
+
+
+def own(world: World, whole: Tensor, layout: str) -> Tensor:
+    """The tokens of this rank."""
+    chunks = whole.chunk(2 * world.size if layout == "zigzag" else world.size, 1)
+    numbers = (world.rank, len(chunks) - 1 - world.rank) if layout == "zigzag" else (world.rank,)
+    return torch.cat([chunks[number] for number in numbers], 1)
+
+
+def right(tensors: list[Tensor], causal: bool) -> list[Tensor]:
+    """The output and the gradients of Q, K and V, float32."""
+    q, k, v = (tensor.float().requires_grad_() for tensor in tensors[:3])
+    heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    o = scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=True).transpose(1, 2)
+    o.backward(tensors[3].float())
+    return [o.detach(), *(tensor.grad for tensor in (q, k, v) if tensor.grad is not None)]
+
+
+def far(world: World, results: list[Any], expected: list[Tensor], layout: str) -> float:
+    """The greatest deviation, relative to the greatest number of each tensor."""
+    pairs = [(result, own(world, whole, layout)) for result, whole in zip(results, expected, strict=True)]
+    return max(float((result.float() - part).abs().max() / part.abs().max()) for result, part in pairs)
+
+
+def calls(world: World, layout: str, mask: str, variant: str) -> list[float]:
+    """Deviations of a plain call, of one into `out`, of a recorded one, of a shorter one and of a compiled one."""
+    dim, tokens = SIZES[world.device.type]
+    problem = Problem(2, HEADS, KV_HEADS, dim, tokens, "bf16", world.size, mask, layout)
+    config: Config = space_for(problem, detect(world.backend)).default(variant)
+    causal = mask == "causal"
+    module = GatherAttention(
+        KV_HEADS, HEADS, dim, tokens, max_batch=2, causal=causal, layout=layout, device=world.device, config=config
+    )
+    found = []
+    for length in (tokens, tokens // 2):
+        tensors = drawn(length, dim, world.device)
+        expected = right(tensors, causal)
+        mine = [own(world, tensor, layout) for tensor in tensors]
+        q, k, v, d_o = mine
+        found.append(far(world, [module(q, k, v)], expected[:1], layout))
+        out = torch.empty_like(q)
+        assert module(q, k, v, out) is out
+        found.append(far(world, [out], expected[:1], layout))
+        leaves = [tensor.clone().requires_grad_() for tensor in mine[:3]]
+        o = module(*leaves)
+        o.backward(d_o)
+        found.append(far(world, [o.detach(), *(leaf.grad for leaf in leaves)], expected, layout))
+    torch._dynamo.reset()  # the ranks serve many cases, each with functions of its own
+    compiled = torch.compile(lambda *given: module(*given) * 2, backend="aot_eager", fullgraph=True)
+    leaves = [tensor.clone().requires_grad_() for tensor in mine[:3]]
+    o = compiled(*leaves)
+    o.backward(d_o / 2)
+    found.append(far(world, [o.detach() / 2, *(leaf.grad for leaf in leaves)], expected, layout))
+    found.append(far(world, [compiled(q, k, v) / 2], expected[:1], layout))
+    module.close()
+    return found
+
+
+WAYS = [
+    ("zigzag", "causal", "bsp"),
+    ("zigzag", "causal", "push"),
+    ("contiguous", "causal", "decomposed"),
+    ("contiguous", "none", "heads"),
+    *(
+        pytest.param(layout, mask, variant, marks=pytest.mark.volume)
+        for layout, mask, variant in (
+            ("zigzag", "causal", "decomposed"),
+            ("zigzag", "causal", "heads"),
+            ("contiguous", "causal", "bsp"),
+            ("contiguous", "none", "push"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "mask", "variant"), WAYS)
+def test_outputs_and_gradients_are_those_of_dense_attention(ranks: Ranks, layout: str, mask: str, variant: str) -> None:
+    for found in ranks.run(calls, layout, mask, variant, timeout=200):
+        assert max(found) < LIMIT, found
+
+
+def with_a_nan(world: World, variant: str) -> int:
+    """Rows that are not NaN of the queries that see a key of rank 0 with a NaN, in a merge of parts."""
+    problem = Problem(2, HEADS, KV_HEADS, DIM, TOKENS, "bf16", world.size)
+    config = space_for(problem, detect("cpu")).default(variant)
+    module = GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, max_batch=2, device="cpu", config=config)
+    q, k, v = (own(world, tensor, "contiguous") for tensor in drawn(TOKENS)[:3])
+    if world.rank == 0:
+        k[:, 0] = float("nan")
+    finite = int(module(q, k, v).isfinite().sum())
+    module.close()
+    return finite
+
+
+def test_a_nan_among_the_keys_of_another_rank_is_not_taken_for_an_empty_part(ranks: Ranks) -> None:
+    assert ranks.run(with_a_nan, "decomposed", timeout=60) == [0, 0]
+
+
+def test_one_process_alone_is_dense_attention() -> None:
+    module = GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, max_batch=2, device="cpu")
+    q, k, v, d_o = tensors = drawn(TOKENS)
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    o = module(*leaves)
+    o.backward(d_o)
+    for result, whole in zip([o.detach(), *(leaf.grad for leaf in leaves)], right(tensors, True), strict=True):
+        assert result is not None
+        assert float((result.float() - whole).abs().max() / whole.abs().max()) < LIMIT
+    assert torch.equal(module(q, k, v), o)
+
+
+def test_what_is_not_allowed_is_refused_in_one_line() -> None:
+    module = GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, max_batch=2, device="cpu")
+    q, k, v, _ = drawn(TOKENS)
+    long = drawn(2 * TOKENS)
+    for wrong, named in (
+        ((q[0], k, v), "q has 3 dimensions"),
+        (long[:3], "64 tokens"),
+        ((q, k[:, :1], v), "k is"),
+        ((q, k, v.float()), "v is"),
+    ):
+        with pytest.raises(UsageError, match=named) as refusal:
+            module(*wrong)
+        assert "\n" not in str(refusal.value)
+    with pytest.raises(UsageError, match="out is given"):
+        module(q.clone().requires_grad_(), k, v, torch.empty_like(q))
+    with pytest.raises(UsageError, match="layout is zigzag and mask is none"):
+        GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, causal=False, layout="zigzag", device="cpu")
