@@ -1,14 +1,17 @@
-"""All choices for one problem, verified and measured in place in jobs that BSP is part of, the fastest first:
+"""All choices for problems, verified and measured in place in jobs that BSP is part of, the fastest first:
 
     PYTHONPATH=. python results/choices.py gemm-reduce-scatter m=512 n=8192 k=2560 world_size=2 --only torch --most 6
 
-Choices are up to `most` seeds of each variant that applies, those of role `vendor` included, and peers that only `compare` knows.
+A field may have several values, as m=1,16. Choices are up to `most` seeds of each variant that applies, those of role `vendor`
+included, and peers that only `compare` knows.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from autotax.api import ranks
 from autotax.core.conditions import Conditions
@@ -25,11 +28,12 @@ TOGETHER = 8
 EFFORT = Effort(samples=30, seconds=0.3, fewest=10)
 
 
-def problem_of(op: str, fields: list[str]) -> Problem:
-    """The problem that `name=value` fields describe."""
-    told = dict(field.split("=") for field in fields)
-    values = {name: int(value) if value.isdigit() else value for name, value in told.items()}
-    return registry.problem_from_dict({"op": op} | values)
+def problems_of(op: str, fields: list[str]) -> Iterator[Problem]:
+    """The problems that `name=value,value` fields describe."""
+    parts = [[(field.split("=")[0], value) for value in field.split("=")[1].split(",")] for field in fields]
+    for pairs in itertools.product(*parts):
+        values = {name: int(value) if value.isdigit() else value for name, value in pairs}
+        yield registry.problem_from_dict({"op": op} | values)
 
 
 def choices(problem: Problem, hardware: Hardware, most: int, only: list[str]) -> Iterator[Config]:
@@ -50,16 +54,27 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--most", type=int, default=6)
     given = parser.parse_args()
-    problem, hardware = problem_of(given.op, given.fields), detect()
+    hardware, problems = detect(), list(problems_of(given.op, given.fields))
+    only = [name for name in given.only.split(",") if name]
+    chosen = {problem: list(choices(problem, hardware, given.most, only)) for problem in problems}
+    with ranks(hardware, problems[0].world_size) as runner:
+        for problem, configs in chosen.items():
+            runner.expect(problem, configs)
+        for problem, configs in chosen.items():
+            show(problem, measured(runner, problem, configs, hardware))
+
+
+def measured(runner: Any, problem: Problem, configs: list[Config], hardware: Hardware) -> Iterator[tuple[Any, Any]]:
+    """The baseline of its job and the row of each config."""
     conditions = Conditions.usual(hardware.on_gpu)
-    chosen = list(choices(problem, hardware, given.most, [name for name in given.only.split(",") if name]))
-    baseline, found = Candidate(space_for(problem, hardware).default("bsp"), conditions), []
-    with ranks(hardware, problem.world_size) as runner:
-        runner.expect(problem, chosen)
-        for first in range(0, len(chosen), TOGETHER):
-            job = [baseline, *(Candidate(config, conditions) for config in chosen[first : first + TOGETHER])]
-            bsp, *others = runner.measure(problem, job, EFFORT)
-            found += [(bsp, other) for other in others]
+    baseline = Candidate(space_for(problem, hardware).default("bsp"), conditions)
+    for first in range(0, len(configs), TOGETHER):
+        job = [baseline, *(Candidate(config, conditions) for config in configs[first : first + TOGETHER])]
+        bsp, *others = runner.measure(problem, job, EFFORT)
+        yield from ((bsp, other) for other in others)
+
+
+def show(problem: Problem, found: Iterator[tuple[Any, Any]]) -> None:
     print(f"{problem.op} {problem.brief()}")
     for bsp, row in sorted(found, key=lambda pair: pair[1].latency_us or float("inf")):
         both = bsp.samples and row.samples and row.verified

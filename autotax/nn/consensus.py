@@ -17,7 +17,6 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.core.settings import is_on
-from autotax.db.records import Place
 from autotax.hardware import Hardware
 from autotax.heap.collective_errors import all_or_none, by_rank
 from autotax.heap.world import World
@@ -25,6 +24,7 @@ from autotax.nn.groups import capturing
 from autotax.software import environment
 
 if TYPE_CHECKING:
+    from autotax.db.records import Place
     from autotax.db.reproof import Bound
 
 log = logging.getLogger("autotax")
@@ -168,6 +168,7 @@ def prove_first(
     is captured: nothing is proven then. Raises UsageError, on all ranks alike, if `prove` is no time.
     """
     from autotax.db import lookup, reproof  # opens no database before a look-up does
+    from autotax.db.records import Place
 
     if prove is False or capturing(world.device):
         return ""

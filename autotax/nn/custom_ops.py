@@ -115,6 +115,18 @@ def _norm_of_sums(total: Tensor, weight: Tensor, module: int, scale: Tensor | No
     return [y, *scales]
 
 
+def _normed(
+    x: Tensor, weight: Tensor, norm_weight: Tensor, module: int, residual: Tensor | None = None, scale: Tensor | None = None
+) -> list[Tensor]:
+    return list(module_of(module).in_one(x, weight, norm_weight, residual, scale))
+
+
+def _fake_normed(x: Tensor, weight: Tensor, norm_weight: Tensor, module: int, *_: object) -> list[Tensor]:  # noqa: ARG001
+    layer = module_of(module)
+    forms = layer._norm[0].forms(layer.shape_of(x.shape, len(norm_weight)))[1].values()
+    return [x.new_empty(shape, dtype=dtype) for shape, dtype in forms]
+
+
 def _fake_norm_of_sums(total: Tensor, weight: Tensor, module: int, *_: object) -> list[Tensor]:
     made = _fake_norm(total, weight, module)
     return [made[0], *made[2:]]
@@ -427,6 +439,13 @@ _OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any], Rules | Non
         "all_reduce_norm(Tensor x, Tensor weight, int module, Tensor? residual=None, Tensor? scale=None) -> Tensor[]",
         _norm,
         _fake_norm,
+        None,
+    ),
+    (
+        "linear_all_reduce_normed(Tensor x, Tensor weight, Tensor norm_weight, int module, Tensor? residual=None, "
+        "Tensor? scale=None) -> Tensor[]",
+        _normed,
+        _fake_normed,
         None,
     ),
     (

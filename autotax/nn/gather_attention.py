@@ -16,7 +16,6 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.kernels.gather_attention.library import attend
 from autotax.nn import custom_ops  # noqa: F401 - registers torch.ops.autotax.*
 from autotax.nn.base import NO_OUT, remember
 from autotax.nn.consensus import DTYPES
@@ -135,6 +134,8 @@ class GatherAttention(Tuned):
         """The output and its log-sum-exps, float32 [batch, q_heads, tokens], for a call that torch records."""
         problem, inputs = self._problem_of(q, k, v)
         if self._world is None:
+            from autotax.kernels.gather_attention.library import attend  # brings Triton
+
             o, lse = attend(self._library, *inputs, causal=problem.mask == "causal")
             return o, lse.contiguous()
         chosen, like = self._calls.get(problem) or self._choose(problem)
@@ -197,6 +198,8 @@ class GatherAttention(Tuned):
 
     def _alone(self, problem: Shape, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor | None) -> Tensor:
         """The output where there is one rank."""
+        from autotax.kernels.gather_attention.library import attend  # brings Triton
+
         o, _ = attend(self._library, *inputs, causal=problem.mask == "causal")
         if out is None:
             return o

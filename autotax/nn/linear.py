@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,16 @@ from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.heap.world import World
 from autotax.nn.base import NO_BACKWARD, NO_OUT, Group, Unknown, increment_version
+from autotax.nn.consensus import configs_for, deployed_as
 from autotax.nn.fallback import PlainLinear, PlainRowLinear, all_gather
 from autotax.nn.groups import on_device
 from autotax.nn.linear_base import ELSEWHERE, Call, ParallelLinear
-from autotax.nn.norm import AllReduceNorm
+from autotax.nn.norm import AllReduceNorm, in_order
 from autotax.nn.scaled_linear import made_for
 from autotax.nn.tensor_checks import addend, aligned, plain, recorded, require_apart, require_no_tangent, require_recordable
 from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.operators.all_reduce_norm import MOST as MOST_NORMED
+from autotax.operators.all_reduce_norm import AllReduceNorm as Shape
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
 Several = Sequence[Tensor]
@@ -271,6 +276,8 @@ class RowParallelLinear(ParallelLinear):
     """The module of `normed`, in a tuple: torch would register a plain attribute as a submodule."""
     _apart: dict[int, bool]
     """For each prepared number of rows, whether `normed` runs the product and then the norm module, which sums."""
+    _whole: dict[int, Any]
+    """Kernels of the product, the sum and the norm, by the prepared numbers of rows for which `normed` runs them."""
 
     def __init__(
         self,
@@ -311,8 +318,8 @@ class RowParallelLinear(ParallelLinear):
     ) -> tuple[Tensor, ...]:
         """The layer, and the norm of its result and the residual, quantised as the module `norm` says.
 
-        Runs the layer with the residual and then the norm, or the product and then the norm module with its sum: whichever was
-        faster for this number of rows when the layer was prepared.
+        Runs the layer with the residual and then the norm, or the product and then the norm module with its sum, or one kernel.
+        Takes the way that was fastest for this number of rows when the layer was prepared.
 
         Args:
             x: As in a call of the layer.
@@ -332,6 +339,11 @@ class RowParallelLinear(ParallelLinear):
             raise UsageError(NO_BACKWARD)
         first, norm = self._like[0] if self._like else self, self._norm[0]
         rows = math.prod(x.shape[:-1])
+        if rows and any(rows <= most for most in first._whole):
+            if is_compiling():
+                every = torch.ops.autotax.linear_all_reduce_normed(x, self.weight, norm_weight, first.handle, residual, scale)
+                return tuple(every)
+            return first.in_one(x, self.weight, norm_weight, residual, scale)
         if next((apart for most, apart in first._apart.items() if rows <= most), False):
             return norm(self._product(x), norm_weight, residual, scale)
         return norm.of_sums(self(x, None, residual), norm_weight, scale)
@@ -342,11 +354,32 @@ class RowParallelLinear(ParallelLinear):
         weight = self.weight if self._layout == "nk" else self.weight.t()
         return torch.nn.functional.linear(x, weight, None if first._world and first._world.rank else self.bias)
 
+    def _blank(self) -> dict[str, Any]:
+        return super()._blank() | {"_whole": {}}
+
     def prepare(self, group: Group = Unknown.KEPT) -> None:
         """See Module.prepare. A layer with a norm also measures both ways of `normed` where both have a tuned config."""
         super().prepare(group)
         if self._norm and not self._like:
             self._apart = self._measured(self._norm[0])
+
+    def in_one(
+        self, x: Tensor, weight: Tensor, norm_weight: Tensor, residual: Tensor | None, scale: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """`normed` by one kernel, for a number of rows for which that is fastest."""
+        norm = self._norm[0]
+        _, index, check = self._guards
+        with on_device(index):
+            if check:
+                self._compare(lambda: self._described(x, weight, None, None) + ", normed")
+            x, weight, (_, shape, _) = self._checked(x, weight, None)
+            tensors = norm.usable(torch.Size(shape), {"weight": norm_weight, "residual": residual, "scale": scale})
+            filled = {name: x.new_empty(size, dtype=dtype) for name, (size, dtype) in norm.forms(torch.Size(shape))[1].items()}
+            a, *others = in_order(x=x, **tensors, **filled)
+            kernel = next(kernel for most, kernel in self._whole.items() if len(a) <= most)
+            with self._guards[0]:
+                kernel.fitted(replace(kernel.problem, m=len(a)))(a, weight, *others, eps=norm.eps)
+        return tuple(filled.values())
 
     def _measured(self, norm: AllReduceNorm) -> dict[int, bool]:  # noqa: ARG002
         """Whether the product and then the norm module is the faster way, for each prepared number of rows. Collective."""
@@ -454,23 +487,56 @@ class LinearAllReduce(RowParallelLinear):
         return 1
 
     def _measured(self, norm: AllReduceNorm) -> dict[int, bool]:
-        norm.use_from_this_thread()
-        sizes = self._sizes()
         if self._world is None:
             return {}
         found = {}
+        timed = partial(least_microseconds, self._world, self._device)
+        made, self._whole = self._whole, {}
         weight = self.weight.detach().new_ones(self._features[1])
+        faster: dict[int, Any] = {}
         scale = torch.ones(1, device=self._device) if "scale" in norm.forms(torch.Size((1, len(weight))))[0] else None
-        for rows in (size for size in sizes if norm.tuned_for(size)):
+        for rows in (size for size in self._sizes() if norm.tuned_for(size) or size in made):
             x = self.weight.detach().new_zeros(rows, self._features[0])
             residual = x.new_zeros(rows, len(weight)) if norm.adds_residual else None
             us = []
             for apart in (True, False):
                 self._apart = {rows: apart}
-                us.append(least_microseconds(self._world, self._device, lambda: self.normed(x, weight, residual, scale)))  # noqa: B023
+                us.append(timed(lambda: self.normed(x, weight, residual, scale)))  # noqa: B023
+            if rows in made:
+                self._whole = {rows: made[rows]}
+                us.append(timed(lambda: self.normed(x, weight, residual, scale)))  # noqa: B023
+                self._whole = {}
             slowest = [max(times) for times in zip(*self._world.gather(us, list[float]), strict=True)]
             found[rows] = slowest[0] <= slowest[1]
+            if slowest.index(min(slowest)) == 2:
+                faster[rows] = made[rows]
+        self._whole = faster
         return found
+
+    def _operators(self, requested: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Any]:
+        """Also makes the kernels of product, sum and norm that were tuned. Collective."""
+        whole: list[tuple[Problem, Config]] = []
+        norm = next(iter(self._norm), None)
+        if norm and self.bias is None and self._layout == "nk" and self._world is not None:
+            norm.use_from_this_thread()
+            k, _ = self._features
+            problems = [norm.behind(k, rows) for rows in self._sizes() if rows <= MOST_NORMED]
+            _, conditions, *_ = self._asked
+            deployed = deployed_as(conditions, hardware.on_gpu)
+            configs, stale = configs_for(self._world, problems, hardware, deployed, self._db, None, self._prove, counted=False)
+            notes += stale
+            whole = [(problem, config) for problem, config in zip(problems, configs, strict=True) if config]
+        kernels = super()._operators([*requested, *whole], hardware, notes)
+        self._whole = {kernel.problem.m: kernel for kernel in kernels if kernel.problem.op == Shape.op}
+        return [kernel for kernel in kernels if kernel.problem.op != Shape.op]
+
+    def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
+        if not isinstance(problem, Shape):
+            yield from super()._rehearsals(problem)
+            return
+        weight = plain("weight", self.weight.detach())
+        for _, (_, *others) in self._norm[0]._rehearsals(replace(problem, k=0)):
+            yield problem, (weight.new_empty(problem.m, problem.k), weight, *others)
 
     def shape_of(self, x: torch.Size, columns: int) -> tuple[int, ...]:
         return *x[:-1], columns

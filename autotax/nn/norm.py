@@ -155,7 +155,7 @@ class AllReduceNorm(Module):
         assert isinstance(problem, Shape)
         read, written = self.forms(torch.Size((problem.m, problem.hidden)))
         made = {name: torch.empty(*form[:1], dtype=form[1], device=self._device) for name, form in (read | written).items()}
-        yield problem, _in_order(**made)
+        yield problem, in_order(**made)
 
     def forms(self, shape: torch.Size) -> tuple[dict[str, Form], dict[str, Form]]:
         """The forms of the tensors that a call with x of this shape reads, and of those that it writes, by name."""
@@ -268,7 +268,7 @@ class AllReduceNorm(Module):
         if brought:
             increment_version(tuple(given for _, given in brought))
         with self._guards[0]:
-            call(*_in_order(**read, **filled))
+            call(*in_order(**read, **filled))
         return tuple(filled.values())  # type: ignore[arg-type]
 
     def of_sums(self, total: Tensor, weight: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -299,10 +299,19 @@ class AllReduceNorm(Module):
                 require_tensor("scale", scale, (1,), torch.float32, self._device)
             filled = {name: total.new_empty(form[0], dtype=form[1]) for name, form in written.items() if name != "residual_out"}
             if total.numel():
-                in_order = _in_order(x=total, weight=weight, residual_out=total, scale=scale, **filled)
-                self._alone(*in_order[:2], *in_order[3:], eps=self._eps)
+                x, weight, _, *more = in_order(x=total, weight=weight, residual_out=total, scale=scale, **filled)
+                self._alone(x, weight, *more, eps=self._eps)
         y, *scales = filled.values()
         return y, total, *scales
+
+    @property
+    def eps(self) -> float:
+        """The epsilon of calls."""
+        return self._eps
+
+    def behind(self, k: int, rows: int) -> Shape:
+        """The problem of a call with `rows` rows behind a product with inner dimension k on each rank."""
+        return replace(self._most, m=rows, k=k)
 
     @property
     def adds_residual(self) -> bool:
@@ -333,22 +342,28 @@ class AllReduceNorm(Module):
         device, hidden = self._device, self._most.hidden
         x = small("x", read["x"], self._dtype, device)  # type: ignore[arg-type]
         require_tensor("x", x, (*x.shape[:-1], hidden), self._dtype, device)
+        usable = self.usable(x.shape, read)
         forms, written = self.forms(x.shape)
-        usable: dict[str, Tensor | None] = dict.fromkeys(read)
-        for name, tensor in read.items():
-            if (tensor is not None) != (name in forms):
-                what, allowed = ("not given", "needs it: give it") if tensor is None else ("given", "takes none: leave it out")
-                raise UsageError(f"{name} is {what}; this module {allowed}, or make it for such calls")
-            if tensor is not None:
-                shape, dtype = forms[name]
-                usable[name] = tensor = small(name, tensor, dtype, device) if name != "x" else x
-                require_tensor(name, tensor, tuple(shape), dtype, device)
         for name, tensor in results.items():
             if tensor is not None and name in written:
                 require_tensor(name, tensor, tuple(written[name][0]), written[name][1], device)
         rows = math.prod(x.shape[:-1])
         call = (self._calls.get(rows) or self._choose(rows)) if rows else nothing
         return usable, remember(self._known, x.shape, (call, forms, written))
+
+    def usable(self, shape: torch.Size, read: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Tensors that a call with x of this shape reads, converted for kernels. Raises UsageError."""
+        forms, _ = self.forms(shape)
+        usable: dict[str, Tensor | None] = dict.fromkeys(read)
+        for name, tensor in read.items():
+            if (tensor is not None) != (name in forms):
+                what, allowed = ("not given", "needs it: give it") if tensor is None else ("given", "takes none: leave it out")
+                raise UsageError(f"{name} is {what}; this module {allowed}, or make it for such calls")
+            if tensor is not None:
+                form, dtype = forms[name]
+                usable[name] = tensor = small(name, tensor, dtype, self._device)
+                require_tensor(name, tensor, tuple(form), dtype, self._device)
+        return usable
 
     def _choose(self, rows: int) -> Call:
         """The call for this number of rows, chosen once for each number."""
@@ -388,7 +403,7 @@ def _require_apart(read: dict[str, Tensor | None], written: list[tuple[str, Tens
                 require_apart(name, dict(written)[name], **{other: dict([*written, *inputs])[other]})
 
 
-def _in_order(
+def in_order(
     x: Any, weight: Any, out: Any, residual_out: Any, residual: Any = None, scale: Any = None, scales_out: Any = None
 ) -> tuple[Tensor, ...]:
     """The tensors of a call in the order of kernels, in rows."""

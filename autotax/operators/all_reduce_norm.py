@@ -30,6 +30,8 @@ LEAST_ROW_SCALE = 1 / (LARGEST * 512)
 """The smallest scale of quant `row`, as in vLLM."""
 LEAST_BLOCK = 1e-10
 """The smallest maximum magnitude of a block that quant `block` assumes, as in vLLM."""
+MOST = 8192
+"""Most rows."""
 REGISTERS = 65536
 """Registers of a processor, which its resident programs share."""
 
@@ -46,9 +48,10 @@ class AllReduceNorm(Problem):
       scales. `tensor`: one scale, an input. `row`: scales [m] of largest magnitude of the row / 448, at least 1 / (448 * 512).
       `block`: scales [m, hidden / 128] of largest magnitude of 128 columns, at least 1e-10, / 448. A NaN has no magnitude.
     - `offset=1`: the weight is stored as its difference from 1, as in Gemma.
+    - `k`: x is the product of this rank's a [m, k] and b [hidden, k], which are given instead. 0: x is given.
     """
 
-    m: int = size("rows", most=8192, varying=True)
+    m: int = size("rows", most=MOST, varying=True)
     hidden: int = size("columns, a multiple of 8", most=16384)
     dtype: str = dtype()
     world_size: int = ranks()
@@ -57,6 +60,7 @@ class AllReduceNorm(Problem):
         "none, or e4m3 by a scale: tensor (given), row or block (1 x 128)", ("none", "tensor", "row", "block"), default="none"
     )
     offset: int = choice("0 or 1: what is added to the weight", (0, 1), default=0)
+    k: int = size("the inner dimension on each rank of a product in front, or 0", least=0, default=0, unnamed=True)
 
     op: ClassVar[str] = "all-reduce-norm"
 
@@ -72,7 +76,10 @@ class AllReduceNorm(Problem):
         """See Problem.nbytes."""
         tensors = 3 if self.residual == "added" else 2
         elements = self.m * self.hidden
-        return elements * (tensors * self.item_size + self.out_size) + self.hidden * self.item_size + 4 * self.scales
+        if self.k:
+            tensors -= 1
+        operands = (self.m + self.hidden) * self.k * self.item_size
+        return operands + elements * (tensors * self.item_size + self.out_size) + self.hidden * self.item_size + 4 * self.scales
 
     @property
     def out_dtype(self) -> str:
@@ -85,13 +92,18 @@ class AllReduceNorm(Problem):
         return self.item_size if self.quant == "none" else 1
 
     @property
+    def flops(self) -> int:
+        """See Problem.flops."""
+        return 2 * self.m * self.hidden * self.k
+
+    @property
     def scales(self) -> int:
         """Number of scales."""
         return {"none": 0, "tensor": 1, "row": self.m, "block": self.m * self.hidden // GROUP}[self.quant]
 
     def brief(self) -> str:
         """`m 16 x 8192`"""
-        usual = {"residual": "added", "quant": "none", "offset": 0, "dtype": "bf16"}
+        usual = {"k": 0, "residual": "added", "quant": "none", "offset": 0, "dtype": "bf16"}
         unusual = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
         return f"m {self.m} x {self.hidden}" + "".join(f", {name} {value}" for name, value in unusual.items())
 
@@ -107,38 +119,46 @@ STATIC = 1 / 32
 
 @operator.inputs
 def draw(problem: AllReduceNorm, draw: Draw) -> Call:
-    """x, the weight, the buffer of the new residual, the residual if there is one, the scales or their buffer if any -> y."""
+    """x or a and b, the weight, the buffer of the new residual, the residual and the scales or their buffer if any -> y."""
     import torch
 
     from autotax.operators.inputs import EIGHT_BITS, Call
 
-    x = draw.normal(problem.m, problem.hidden, tensor=20)
+    x = draw.normal(problem.m, problem.k or problem.hidden, tensor=20)
+    operands = [x]
+    if problem.k:
+        operands.append(draw.normal(problem.hidden, problem.k, tensor=23).mul_(2.0 ** -(problem.k.bit_length() // 2)))
     weight = draw.normal(problem.hidden, tensor=21, shared=True)
     residual = draw.normal(problem.m, problem.hidden, tensor=22, shared=True)
     if draw.extreme:
-        _spread(problem, draw, x, residual)
-    tensors = [x, weight, draw.empty(problem.m, problem.hidden)]
+        _spread(problem, draw, operands, residual)
+    tensors = [*operands, weight, draw.empty(problem.m, problem.hidden)]
     if problem.residual == "added":
         tensors.append(residual)
     if problem.quant != "none":
         shape = {"tensor": (1,), "row": (problem.m,), "block": (problem.m, problem.hidden // GROUP)}[problem.quant]
         tensors.append(torch.full(shape, STATIC, dtype=torch.float32, device=draw.device))
     y = draw.empty(problem.m, problem.hidden)
-    written = (2, len(tensors) - 1) if problem.quant in ("row", "block") else (2,)
+    written = (len(operands) + 1, *(len(tensors) - 1,) * (problem.quant in ("row", "block")))
     return Call(tuple(tensors), y if problem.quant == "none" else y.to(EIGHT_BITS["e4m3"]), written)
 
 
-def _spread(problem: AllReduceNorm, draw: Draw, x: Tensor, residual: Tensor) -> None:
+def _spread(problem: AllReduceNorm, draw: Draw, operands: Sequence[Tensor], residual: Tensor) -> None:
     """Scales rows and channels equally on all ranks. Puts an infinity into a row of one rank and a NaN into a row of another."""
     from autotax.operators.inputs import SPREADS, powers, scale
 
     seed = draw.seed
-    factors = powers((problem.m, 1), ROWS[problem.dtype], seed, 20)
-    factors = factors * powers((problem.hidden,), SPREADS["fp16"].channel, seed, 21)
-    for tensor in (x, residual):
-        scale(tensor, factors)
+    rows = powers((problem.m, 1), ROWS[problem.dtype], seed, 20)
+    channels = powers((problem.hidden,), SPREADS["fp16"].channel, seed, 21)
+    x = operands[0]
+    scale(residual, rows * channels)
+    if problem.k:
+        scale(x, rows)
+        scale(operands[1], channels[:, None])
+    else:
+        scale(x, rows * channels)
     if problem.m >= 4 and problem.quant == "none":
-        place = 7 * seed % problem.hidden
+        place = 7 * seed % x.shape[1]
         if draw.rank == seed % problem.world_size:
             x[seed % problem.m, place] = math.inf
         if draw.rank == 0:
@@ -148,7 +168,9 @@ def _spread(problem: AllReduceNorm, draw: Draw, x: Tensor, residual: Tensor) -> 
 def addends(problem: AllReduceNorm, calls: Sequence[Call]) -> list[Tensor]:
     """The addends in their order, float32 [m, hidden] each."""
     parts = [call.tensors[0].float() for call in calls]
-    return parts + ([calls[0].tensors[3].float()] if problem.residual == "added" else [])
+    if problem.k:
+        parts = [a @ call.tensors[1].float().t() for a, call in zip(parts, calls, strict=True)]
+    return parts + ([calls[0].tensors[4 if problem.k else 3].float()] if problem.residual == "added" else [])
 
 
 @operator.reference
@@ -158,7 +180,8 @@ def reference(problem: AllReduceNorm, calls: Sequence[Call], rank: int) -> list[
 
     parts = addends(problem, calls)
     total = sum(parts[1:], parts[0]).to(calls[0].tensors[0].dtype).float()
-    factor = (total.square().mean(-1, keepdim=True) + EPS).rsqrt() * (calls[0].tensors[1].float() + problem.offset)
+    weight = calls[0].tensors[2 if problem.k else 1].float()
+    factor = (total.square().mean(-1, keepdim=True) + EPS).rsqrt() * (weight + problem.offset)
     spread = together([part.abs() for part in parts])
     new_residual = total, spread
     y, spread = total * factor, spread * factor.abs()
@@ -205,6 +228,7 @@ operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", f"{_SPACES}:bsp", role="baseline"
 operator.variant("one_shot", f"{_KERNELS}.one_shot:OneShot", f"{_SPACES}:one_shot")
 operator.variant("two_shot", f"{_KERNELS}.two_shot:TwoShot", f"{_SPACES}:two_shot")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
+operator.variant("fused", f"{_KERNELS}.fused:Fused", f"{_SPACES}:fused")
 
 
 def _with_torch(problem: AllReduceNorm, hardware: Hardware) -> bool:
@@ -213,10 +237,11 @@ def _with_torch(problem: AllReduceNorm, hardware: Hardware) -> bool:
 
 
 def _installed(package: str, fuses: Callable[[AllReduceNorm], bool]) -> Callable[[AllReduceNorm, Hardware], bool]:
-    """Whether a package is installed and its kernel serves a problem."""
+    """Whether a package is installed and its kernel serves a problem. With products in front they are not measured."""
 
     def serves(problem: AllReduceNorm, hardware: Hardware) -> bool:
-        return hardware.backend == "cuda" and fuses(problem) and importlib.util.find_spec(package) is not None
+        fits = hardware.backend == "cuda" and not problem.k and fuses(problem)
+        return fits and importlib.util.find_spec(package) is not None
 
     return serves
 
@@ -240,11 +265,17 @@ operator.peer("vllm", f"{_KERNELS}.engines:VllmSum", where=_OTHERS["vllm"])
 operator.peer("sglang", f"{_KERNELS}.engines:SglangPush", where=_OTHERS["sglang"])
 operator.peer("torch_one_shot", f"{_KERNELS}.peers:TorchOneShot", where=_with_torch, served=True)
 operator.peer("torch_two_shot", f"{_KERNELS}.peers:TorchTwoShot", where=_with_torch, served=True)
+operator.peer(
+    "torch_reduce_scatter",
+    f"{_KERNELS}.peers:TorchReduceScatter",
+    where=lambda problem, hardware: _with_torch(problem, hardware) and problem.m % problem.world_size == 0,
+    served=True,
+)
 
 
-def _with_iris(_: AllReduceNorm, hardware: Hardware) -> bool:
-    """Whether the all-reduce of Iris is installed."""
-    return hardware.on_gpu and has_iris()
+def _with_iris(problem: AllReduceNorm, hardware: Hardware) -> bool:
+    """Whether the all-reduce of Iris is installed. It gets a copy of x, so products in front are not measured."""
+    return hardware.on_gpu and not problem.k and has_iris()
 
 
 operator.peer("iris_all_reduce", f"{_KERNELS}.peers:IrisAllReduce", where=_with_iris, modes=("graph",))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
@@ -10,6 +12,10 @@ from autotax.operators.all_reduce_norm import REGISTERS, AllReduceNorm
 
 MOST_WORDS = 1 << 21
 """Most words that a rank sends to another in one trip: 16 MiB."""
+MOST_MULTIPLIED = 64
+"""Most rows for `fused`, whose tiles have all of them."""
+BARRIERS = 1024
+"""Bytes of shared memory beside the blocks of a pipeline."""
 FEWEST_ROWS = 32
 """Fewest rows for `push`: with fewer, a flag costs more than the doubled bytes of words."""
 MOST_HELD = 64
@@ -65,22 +71,67 @@ def two_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
     return VariantSpace("two_shot", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
 
 
+def fused(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
+    """Parameters: those of `one_shot` and of tiles of the product. Only for few rows of 16 bits behind a product."""
+    few = problem.k and problem.m <= MOST_MULTIPLIED and problem.item_size == 2
+    exchange = one_shot(problem, hardware)
+    if not few or exchange is None:
+        return None
+    tma = hardware.backend == "cuda" and problem.k % 8 == 0
+    parameters: dict[str, tuple[Value, ...]] = {
+        **exchange.parameters,
+        "block_n": (16, 32, 64, 128) if hardware.on_gpu else (16, 64),
+        "block_k": (64, 128, 256, 512) if hardware.on_gpu else (32,),
+        "num_stages": (2, 3, 4, 5, 6, 8) if hardware.on_gpu else (2,),
+        "loads": ("pointer", "tma") if tma else ("pointer",),
+        "weights": ("kept", "passing"),
+        "columns": ("straight", "turned"),
+    }
+    rows = max(16, power_of_two(problem.m))
+
+    def fits(n: int, k: int, stages: int, programs: int) -> bool:
+        held = (stages - 1) * (rows + n) * k * problem.item_size  # these products take one block from registers
+        return programs * (held + BARRIERS) <= hardware.shared_memory
+
+    shared = Constraint(("block_n", "block_k", "num_stages", "per_processor"), fits, "the pipelines do not fit in shared memory")
+    read = Constraint(
+        ("loads", "weights"), lambda loads, weights: loads == "pointer" or weights == "kept", "only pointers load passing weights"
+    )
+    constraints = (_held(problem, hardware), _room(problem, hardware), shared, read)
+    space = VariantSpace("fused", parameters, constraints)
+    split = parameters["split"][min(2, len(parameters["split"]) - 1)]
+    names = ("block_n", "block_k", "num_warps", "per_processor")
+    ways = ((64, 128, 4, 1), (64, 256, 8, 1), (32, 256, 4, 2), (32, 512, 4, 2), (64, 128, 8, 1), (32, 64, 1, 1))
+    reads = (("pointer", "passing", "turned"), ("pointer", "kept", "straight"), ("tma", "kept", "turned"))
+    seeds = []
+    for way, (loads, weights, columns) in itertools.product(ways, reads):
+        near = {name: _nearest(parameters[name], value) for name, value in zip(names, way, strict=True)}
+        rest = {"words": "blank", "split": split, "loads": loads, "weights": weights, "columns": columns}
+        deep = (Config.of("fused", near | rest | {"num_stages": stages}) for stages in parameters["num_stages"][::-1])
+        seeds += [config for config in deep if space.why_not(config) is None][:1]
+    if not seeds:
+        return None
+    return VariantSpace("fused", parameters, constraints, tuple(dict.fromkeys(seeds)))
+
+
 def push(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
-    """Parameters: rows per block, how many blocks sending is ahead, one trip or two. None for few rows."""
+    """Parameters: rows per block, how many blocks sending is ahead, one trip or two, when flags are set. None for few rows."""
     if problem.world_size == 1 or (problem.m < FEWEST_ROWS and hardware.on_gpu):
         return None
     parameters: dict[str, tuple[Value, ...]] = {
         "shots": ("one", "two") if problem.world_size == 2 else ("two", "one"),
         "rows": (1, 2, 4, 8, 16) if hardware.on_gpu else (1, 2),
         "ahead": (1, 2, 4, 64),
+        "signals": ("at_once", "late"),
         "num_warps": _warps(hardware),
         "per_processor": (1, 2, 4) if hardware.on_gpu else (1,),
     }
     ways = ((2, 2, 16, 1), (1, 2, 16, 1), (4, 1, 16, 1), (2, 2, 8, 1), (1, 4, 8, 2), (4, 64, 16, 1))
     seeds = [
-        Config.of("push", shots=shots, rows=rows, ahead=ahead, num_warps=warps, per_processor=programs)
-        for shots in parameters["shots"]
+        Config.of("push", shots=shots, rows=rows, ahead=ahead, signals=signals, num_warps=warps, per_processor=programs)
         for rows, ahead, warps, programs in ways
+        for shots in parameters["shots"]
+        for signals in ("late", "at_once")
     ]
     return VariantSpace("push", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
 
@@ -94,6 +145,10 @@ def _room(problem: AllReduceNorm, hardware: Hardware) -> Constraint:
         return programs == 1 or REGISTERS // (programs * threads) >= 32 + 2 * columns // threads
 
     return Constraint(("num_warps", "per_processor"), fits, "the programs do not fit in registers")
+
+
+def _nearest(allowed: tuple[Value, ...], value: int) -> Value:
+    return min(allowed, key=lambda each: abs(int(each) - value))
 
 
 def _resident(problem: AllReduceNorm, hardware: Hardware) -> list[tuple[int, int]]:

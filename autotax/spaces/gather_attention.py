@@ -39,27 +39,54 @@ def heads(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
     return _by_library("heads", hardware) if divided and problem.world_size > 1 else None
 
 
+def _by_roles(problem: GatherAttention, hardware: Hardware) -> bool:
+    """Whether warps can have roles: on Hopper, where chunks are whole tiles of 128 queries, and heads have 64 or 128 elements."""
+    whole = problem.chunk_len % 128 == 0 and problem.head_dim in (64, 128)
+    return hardware.target == "cuda:90" and whole and problem.world_size > 1
+
+
 def copy_engine(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
-    """For Hopper, where chunks are whole tiles of 128 queries, and heads of 64 or 128."""
-    if hardware.target != "cuda:90" or problem.chunk_len % 128 or problem.head_dim not in (64, 128) or problem.world_size == 1:
+    """See `_by_roles`. Parameter `grid`: programs that take one tile after the other, or a program for each tile."""
+    if not _by_roles(problem, hardware):
         return None
-    parameters: dict[str, tuple[Value, ...]] = {
-        "block_n": (128, 64) if problem.mask == "none" else (128,),
-        "num_stages": (2, 3),
-        "order": ORDERS,
-        "grid": ("processors", "tiles"),
-    }
-    fits = Constraint(
-        ("block_n", "num_stages"),
-        lambda n, stages: (256 + 2 * stages * n) * problem.head_dim * problem.item_size + 1024 <= hardware.shared_memory,
-        "queries and keys do not fit in shared memory",
-    )
+    parameters: dict[str, tuple[Value, ...]] = _of_tiles(problem) | {"grid": ("processors", "tiles")}
     seeds = [
         Config.of("copy_engine", block_n=128, num_stages=2, order=order, grid=grid)
         for order in ORDERS
         for grid in ("processors", "tiles")
     ]
-    return VariantSpace("copy_engine", parameters, (fits,), tuple(seeds))
+    return VariantSpace("copy_engine", parameters, (_in_shared_memory(problem, hardware),), tuple(seeds))
+
+
+def push_specialized(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
+    """See `_by_roles`. For two ranks that see keys of each other. Parameters: boxes in flight, tokens that share a flag."""
+    one_sided = problem.mask == "causal" and problem.layout == "contiguous"
+    if not _by_roles(problem, hardware) or problem.world_size != 2 or one_sided:
+        return None
+    own: dict[str, tuple[Value, ...]] = {
+        "boxes": (1, 2, 4),
+        "chunk": tuple(size for size in (128, 256, 512, 1024) if problem.shard_len % size == 0),
+    }
+    seeds = [
+        Config.of("push_specialized", block_n=128, num_stages=2, order="block_first", boxes=boxes, chunk=own["chunk"][:2][-1])
+        for boxes in (2, 4, 1)
+    ]
+    fits = _in_shared_memory(problem, hardware, "boxes")
+    return VariantSpace("push_specialized", _of_tiles(problem) | own, (fits,), tuple(seeds))
+
+
+def _of_tiles(problem: GatherAttention) -> dict[str, tuple[Value, ...]]:
+    return {"block_n": (128, 64) if problem.mask == "none" else (128,), "num_stages": (2, 3), "order": ORDERS}
+
+
+def _in_shared_memory(problem: GatherAttention, hardware: Hardware, *boxes: str) -> Constraint:
+    """A tile of queries, the blocks of keys and values, the output on its way, and boxes that are sent."""
+
+    def fits(block_n: int, stages: int, sent: int = 0) -> bool:
+        elements = (256 + 2 * stages * block_n) * problem.head_dim + sent * 64 * 64
+        return elements * problem.item_size + 1024 <= hardware.shared_memory
+
+    return Constraint(("block_n", "num_stages", *boxes), fits, "queries, keys and boxes do not fit in shared memory")
 
 
 def push(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:

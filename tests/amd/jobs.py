@@ -39,6 +39,7 @@ PROBLEMS: tuple[Problem, ...] = (
     AllReduceNorm(5, 264, "bf16", 2),
     AllReduceNorm(33, 256, "bf16", 2, quant="row"),
     AllReduceNorm(3, 384, "bf16", 2, "none", "block"),
+    AllReduceNorm(3, 264, "bf16", 2, k=72),  # behind a product
 )
 NARROW = FlashDecode(2, 4, 2, 16, 75, "bf16", 2, "head_scatter", 16, "e4m3fnuz", "learned", window=20, queries=3)
 """The 8-bit type that gfx942 converts, with all optional inputs of query tokens."""
@@ -64,6 +65,8 @@ def jobs(targets: list[str]) -> Iterator[Job]:
         values = space_for(PACKETS, hardware(target, 2)).default("push_packets").values
         yield target, PACKETS, Config.of("push_packets", values | IN_PARTS)
         yield target, SHARED_ROWS, Config.of("one_shot", words="epoch", split=2, num_warps=1, per_processor=1)
+        late: dict[str, Value] = {"shots": "two", "rows": 1, "ahead": 1, "signals": "late", "num_warps": 1, "per_processor": 1}
+        yield target, SHARED_ROWS, Config.of("push", late)
         for problem in (*PROBLEMS, NARROW) if target == "hip:gfx942" else PROBLEMS:
             space = space_for(problem, hardware(target, problem.world_size))
             for name in space.variants:

@@ -74,12 +74,12 @@ def test_a_size_is_a_whole_number_above_zero(values: dict[str, Any], size: objec
         ({"m": 1}, f"op is None; {OPERATORS}"),
         (
             GEMM | {"batch": 3, "bm": 1},
-            "all-gather-gemm has no batch, bm; it takes m, n, k, dtype, shard, world_size, weight, scales, result, quantize: "
-            "take the others out",
+            "all-gather-gemm has no batch, bm; it takes m, n, k, dtype, shard, world_size, weight, scales, result, quantize, "
+            "operand: take the others out",
         ),
         (
             {"op": "all-gather-gemm", "m": 3},
-            "all-gather-gemm takes m, n, k, dtype, shard, world_size, weight, scales, result, quantize; "
+            "all-gather-gemm takes m, n, k, dtype, shard, world_size, weight, scales, result, quantize, operand; "
             "missing 2 required positional arguments: 'n' and 'k': give them all",
         ),
     ],

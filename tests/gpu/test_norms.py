@@ -19,7 +19,7 @@ from autotax.operators.problems import AllReduceNorm
 from autotax.operators.verification import TOLERANCE
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance
-from tests.kernels.test_all_reduce_norm import codes_of, outputs_of, quotients_of
+from tests.kernels.test_all_reduce_norm import codes_of, digests_behind, outputs_of, quotients_of
 
 pytestmark = pytest.mark.gpu
 
@@ -29,8 +29,8 @@ WAYS: dict[str, tuple[str, dict[str, Value]]] = {
     "words of calls": ("one_shot", {"words": "epoch", "split": 2, "num_warps": 8, "per_processor": 1}),
     "two shots": ("two_shot", {"words": "blank", "num_warps": 8, "per_processor": 2}),
     "two shots, words of calls": ("two_shot", {"words": "epoch", "num_warps": 16, "per_processor": 1}),
-    "push": ("push", {"shots": "one", "rows": 2, "ahead": 2, "num_warps": 16, "per_processor": 1}),
-    "push, two shots": ("push", {"shots": "two", "rows": 1, "ahead": 2, "num_warps": 8, "per_processor": 2}),
+    "push": ("push", {"shots": "one", "rows": 2, "ahead": 2, "signals": "late", "num_warps": 16, "per_processor": 1}),
+    "push, two shots": ("push", {"shots": "two", "rows": 1, "ahead": 2, "signals": "late", "num_warps": 8, "per_processor": 2}),
     "bsp": ("bsp", {"rows": 1, "num_warps": 8}),
 }
 QUANTS = ("none", "tensor", "row", "block")
@@ -63,6 +63,28 @@ def test_every_output_of_replays_is_right(ranks: Ranks, way: str, quant: str) ->
 def test_every_output_is_the_same_bits_on_all_ranks_for_any_rows(ranks: Ranks, way: str, quant: str) -> None:
     one, two = ranks.run(outputs_of, problem_of(quant), Config.of(*WAYS[way]), ROWS, timeout=100)
     assert one == two
+
+
+FUSED: dict[str, dict[str, Value]] = {
+    "blank words": {"words": "blank", "split": 4},
+    "words of calls": {"words": "epoch", "split": 1},
+    "pointers": {"words": "blank", "split": 2, "loads": "pointer", "per_processor": 2, "block_n": 32, "num_stages": 4},
+}
+
+
+@pytest.mark.parametrize("way", FUSED)
+@pytest.mark.parametrize("quant", QUANTS)
+def test_products_are_summed_and_normed_by_one_kernel(ranks: Ranks, way: str, quant: str) -> None:
+    problem = replace(problem_of(quant, m=16), k=1032)
+    space = space_for(problem, detect())
+    config = Config.of("fused", space.default("fused").values | FUSED[way])
+    assert space.why_not(config) is None
+    for worst, wrong in ranks.run(conformance.replay, problem, config, 300, timeout=100):
+        assert worst <= TOLERANCE[problem.out_dtype]
+        assert wrong == 0
+    if quant == "block":
+        one, two = ranks.run(digests_behind, problem, config, (16, 1, 7, 16, 2), timeout=100)
+        assert one == two
 
 
 @pytest.mark.parametrize("hidden", [4096, 5120, 7168, 8192, 16384])

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,10 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from autotax.core.config import Config, Value
+from autotax.core.errors import UsageError
 from autotax.hardware import detect
 from autotax.heap import World
 from autotax.kernels.all_reduce_norm.norm import e4m3, quotients
 from autotax.kernels.offline import known_hardware
+from autotax.nn import AllReduceNorm as AllReduceNormModule
+from autotax.nn import LinearAllReduce
 from autotax.operators import named
 from autotax.operators.all_reduce_norm import EPS, addends, quantised, scales_of
 from autotax.operators.calls import Calls, make_inputs
@@ -35,6 +39,7 @@ from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance
 from tests.engines import stand_ins
+from tests.torch.winners import database
 from tests.volume import volume
 
 WORLD = 3
@@ -45,7 +50,8 @@ WORDS: list[tuple[str, dict[str, Value]]] = [
     for words in ("blank", "epoch")
 ]
 PUSH: list[tuple[str, dict[str, Value]]] = [
-    ("push", {"shots": shots, "rows": 2, "ahead": 1, "num_warps": 4, "per_processor": 1}) for shots in ("one", "two")
+    ("push", {"shots": shots, "rows": 2, "ahead": 1, "signals": signals, "num_warps": 4, "per_processor": 1})
+    for shots, signals in (("one", "at_once"), ("two", "late"))
 ]
 ROWS = (5, 1, 2, 5, 1, 1, 1, 4, 5, 3)
 PATIENCE = 1500
@@ -276,3 +282,72 @@ def test_e4m3_is_rounded_as_torch_does_and_saturates(ranks: Ranks) -> None:
     right = values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     for found in ranks.run(codes_of, values):
         assert torch.equal(found & sign, right & sign)
+
+
+BEHIND = AllReduceNorm(4, 384, "bf16", WORLD, quant="block", k=40)
+"""Behind a product."""
+
+
+def digests_behind(world: World, problem: AllReduceNorm, config: Config, rows: tuple[int, ...]) -> list[str]:
+    """Digests of the outputs of calls behind a product, whose new residual must be right; each rank is late by other times."""
+    context, kernel = conformance.ready(world, problem, config)
+    late, digests = random.Random(world.rank), []
+    for seed, some in enumerate(rows):
+        each = replace(problem, m=some)
+        call = make_inputs(each, 2 * seed, world.rank, world.device)
+        call.poison()
+        time.sleep(late.uniform(0, 0.01))
+        fitted = kernel.fitted(each)
+        assert fitted is not None
+        fitted(*call.tensors, call.out)
+        world.synchronize()
+        assert kernel.failure() is None, kernel.failure()
+        parts = addends(each, list(Calls(each, 2 * seed, world.device)))
+        torch.testing.assert_close(call.tensors[3].float(), sum(parts[1:], parts[0]), rtol=1e-2, atol=3e-2)
+        tensors = [tensor.view(torch.uint8).cpu().numpy().tobytes() for tensor in (call.tensors[3], call.tensors[-1], call.out)]
+        digests.append(hashlib.sha256(b"".join(tensors)).hexdigest()[:16])
+    context.heap.close()
+    return digests
+
+
+@pytest.mark.parametrize(("words", "split"), [("blank", 2), *volume(("epoch", 1), ("blank", 1))])
+def test_products_summed_and_normed_by_one_kernel_have_equal_bits_on_all_ranks(ranks: Ranks, words: str, split: int) -> None:
+    config = Config.of("fused", space_for(BEHIND, detect("cpu")).default("fused").values | {"words": words, "split": split})
+    first, *others = ranks.run(digests_behind, BEHIND, config, (4, 1, 4, 2))
+    assert others == [first] * (WORLD - 1)
+    said = ranks.run(conformance.note_without, BEHIND, config, 2, 64)
+    assert all(re.match(f"rank {rank} waited for flag .* of rank 2:", str(said[rank])) for rank in (0, 1))
+
+
+def layers_of(world: World, path: str) -> list[bool]:
+    """Whether a layer runs the tuned kernel of product, sum and norm; its results are those of the layer and the norm module."""
+    drawn = torch.Generator().manual_seed(world.rank)
+    weight = torch.randn(BEHIND.hidden, BEHIND.k, generator=drawn).bfloat16()
+    x = torch.randn(3, BEHIND.k, generator=drawn).bfloat16()
+    shared = torch.Generator().manual_seed(9)
+    residual, norm_weight = (torch.randn(*size, generator=shared).bfloat16() for size in ((3, BEHIND.hidden), (BEHIND.hidden,)))
+    norm = AllReduceNormModule(BEHIND.hidden, BEHIND.m, quant=BEHIND.quant, device="cpu", db=path)
+    layer = LinearAllReduce(torch.nn.Parameter(weight, requires_grad=False), None, BEHIND.m, sizes=[BEHIND.m], db=path, norm=norm)
+    ran = list(layer._whole)
+    apart = layer.normed(x, norm_weight, residual)
+    layer._whole = {BEHIND.m: next(each for each in layer._prepared.operators if each.problem == BEHIND)}  # type: ignore[union-attr]
+    y, new_residual, scales = layer.normed(x, norm_weight, residual)
+    torch.testing.assert_close(new_residual, apart[1], rtol=1e-2, atol=0.2)
+    one, other = (codes.float() * each.repeat_interleave(128, 1) for codes, each in ((y, scales), (apart[0], apart[2])))
+    torch.testing.assert_close(one, other, rtol=0.1, atol=0.1)
+    compiled = torch.compile(layer.normed, backend="aot_eager", fullgraph=True)(x, norm_weight, residual)
+    for one, other in zip(compiled, (y, new_residual, scales), strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    with pytest.raises(UsageError, match="residual is "):
+        layer.normed(x, norm_weight, residual[:2])
+    assert layer.failure() is None
+    layer.close()
+    norm.close()
+    return [bool(ran), BEHIND.m in layer._apart]
+
+
+def test_a_layer_measures_the_kernel_of_product_sum_and_norm(ranks: Ranks, tmp_path: Path) -> None:
+    path = database(tmp_path / "winners.db", {BEHIND: space_for(BEHIND, detect("cpu")).default("fused")})
+    found = ranks.run(layers_of, path)
+    assert len(set(map(tuple, found))) == 1
+    assert found[0][1], "measured"

@@ -91,6 +91,12 @@ ATTENTIONS: dict[str, Problem] = {
     "hip:gfx942": GatherAttention(1, 64, 8, 128, 8192, "bf16", 8, layout="zigzag"),
     "hip:gfx950": GatherAttention(2, 8, 8, 128, 4096, "fp16", 8, "none"),
 }
+BEHIND: dict[str, Problem] = {
+    "cuda:90": AllReduceNorm(16, 8192, "bf16", 2, quant="block", k=4096),
+    "cuda:100": AllReduceNorm(3, 264, "fp16", 4, "none", k=72),
+    "hip:gfx942": AllReduceNorm(64, 5120, "bf16", 8, quant="row", k=2560),
+}
+"""Norms behind a product."""
 FEW_ROWS: dict[str, Problem] = {
     "cuda:90": GemmReduceScatter(64, 8192, 2560, "bf16", "replicated", 4, "kn"),
     "cuda:100": GemmReduceScatter(16, 7168, 768, "fp32", "scattered", 8),
@@ -135,6 +141,11 @@ JOBS += [
         next(seed for seed in space_for(problem, known_hardware(target)).variants["words"].seeds if seed["shots"] == shots)
         for shots in (("one", "two") if target == "cuda:90" else ("one",))
     )
+]
+JOBS += [
+    (target, problem, config)
+    for target, problem in BEHIND.items()
+    for config in some_configs(target, problem, "fused")
 ]
 PACKETS = AllGatherGemm(64, 7168, 8192, "bf16", "m", 8)
 """A problem of `push_packets`. It also compiles on targets where the search uses `push_words` instead."""

@@ -50,6 +50,7 @@ PROBLEMS: dict[int, list[Problem]] = {
         AllReduceNorm(5, 264, "bf16", 2, offset=1),
         AllReduceNorm(3, 384, "fp16", 2, "none", "block"),
         AllReduceNorm(9, 8, "fp32", 2),
+        AllReduceNorm(5, 264, "bf16", 2, k=72),  # behind a product
     ],
     3: [
         AllGatherGemm(38, 33, 40, "fp16", "m", 3),
@@ -66,6 +67,7 @@ PROBLEMS: dict[int, list[Problem]] = {
         AllReduceNorm(4, 96, "fp32", 3, "none"),
         AllReduceNorm(7, 1048, "bf16", 3, quant="row"),
         AllReduceNorm(1, 8, "bf16", 3, quant="tensor"),  # a rank adds up nothing
+        AllReduceNorm(3, 384, "fp16", 3, "none", "block", k=33),
     ],
 }
 CASES = [(problem, variant) for world in PROBLEMS.values() for problem in world for variant in space_for(problem, detect("cpu")).variants]  # noqa: E501  # fmt: skip

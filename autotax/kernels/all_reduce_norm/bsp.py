@@ -45,8 +45,8 @@ class AfterSum(NormKernel):
         self.sums = self.room(problem)
 
     def room(self, problem: AllReduceNorm) -> Tensor:
-        """Allocates memory for the sum, [m, hidden]."""
-        return self.context.empty((problem.m, problem.hidden), self.context.dtype(problem))
+        """The memory of the sum, [m, hidden]. A product is stored there at once."""
+        return self.products if problem.k else self.unnormed(problem)
 
     def norm(self, total: Tensor, residual: Tensor, *others: Tensor, eps: float) -> None:
         m = self.problem.m
@@ -61,7 +61,7 @@ class AfterSum(NormKernel):
         constants = self.constants | {"ADDED": False, "KEPT": False}
         self.context.launch(norm_kernel, (ceil_div(len(total), self.rows),), *arguments, **constants)
 
-    def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any]:
+    def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any] | None:
         """Any number of rows: the sum is computed with the sizes of the call."""
         return {"sums": self.sums[: smaller.m]}
 
@@ -71,6 +71,7 @@ class Bsp(AfterSum):
         self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
     ) -> None:
         """See NormKernel.run."""
-        self.context.copy(self.sums, x)
+        if not self.problem.k:  # the product is in the sums already
+            self.context.copy(self.sums, x)
         all_reduce(self.context, self.sums)
         self.norm(self.sums, residual, weight, new_residual, y, scales, eps=eps)

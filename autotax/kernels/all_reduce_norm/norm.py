@@ -145,7 +145,13 @@ def together(context: Context, config: Config) -> dict[str, Any]:
 
 
 class NormKernel(Kernel[AllReduceNorm]):
-    """The base of all variants. Tensors of a call: x, weight, new residual, the residual and the scales if any, y."""
+    """The base of all variants. Tensors of a call: x, weight, new residual, the residual and the scales if any, y.
+
+    With a product in front, the operands a and b are given instead of x.
+    """
+
+    products: Tensor
+    """Where the product is stored, [m, hidden]."""
 
     @property
     def in_place(self) -> bool:
@@ -162,11 +168,25 @@ class NormKernel(Kernel[AllReduceNorm]):
             "ADDED": problem.residual == "added",
             "num_warps": config.values.get("num_warps", 8),
         }
+        if problem.k:
+            self.products = self.unnormed(problem)
 
-    def __call__(self, x: Tensor, weight: Tensor, new_residual: Tensor, *more: Tensor, eps: float = EPS) -> None:
-        """Enqueues a call; `more`: the residual if there is one, the scales if there are any, y."""
-        *rest, y = more
-        residual = rest.pop(0) if self.problem.residual == "added" else x
+    def unnormed(self, problem: AllReduceNorm) -> Tensor:
+        """Allocates memory for rows before their norm, [m, hidden]."""
+        return self.context.empty((problem.m, problem.hidden), self.context.dtype(problem))
+
+    def addend(self, a: Tensor, b: Tensor) -> Any:
+        """The x of `run` for a problem with a product."""
+        x = self.products[: len(a)]
+        self.context.matmul(a, b, x)
+        return x
+
+    def __call__(self, x: Tensor, *others: Tensor, eps: float = EPS) -> None:
+        """Enqueues a call; `others`: see NormKernel, in that order."""
+        if self.problem.k:
+            x, others = self.addend(x, others[0]), others[1:]
+        weight, new_residual, *rest, y = others
+        residual = rest.pop(0) if self.problem.residual == "added" else new_residual
         scales = rest[0] if rest else y
         self.run(x, residual, weight, new_residual, y if self.problem.quant == "none" else y.view(torch.uint8), scales, eps)
 

@@ -39,6 +39,99 @@ from autotax.kernels.whole_words import store_whole
 from autotax.operators.all_reduce_norm import GROUP, AllReduceNorm
 
 
+@triton.jit
+def own_numbers(x, at, inside, WIDE: tl.constexpr, TYPE: tl.constexpr):
+    """This rank's numbers at some words, or zeros where `x` is None."""
+    if x is None:
+        return numbers(tl.zeros(at.shape, tl.int64 if WIDE else tl.int32), WIDE, TYPE)
+    else:  # noqa: RET505 - decided when compiled
+        return numbers(tl.load(x + at, mask=inside, other=0), WIDE, TYPE)
+
+
+@triton.jit
+def clean_rows(
+    inbox, epoch, before, program, programs, rank, room, FIRST: tl.constexpr,
+    WORLD: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, PART: tl.constexpr, SENT: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """Resets this program's words of the previous call, which had `before` rows, of all ranks from FIRST hops on; see `packets`."""
+    if WIDE:
+        lanes = tl.arange(0, SENT)
+        old = slot_of(epoch - 1, WIDE) * WORLD
+        for unit in tl.range(program, before * SPLIT, programs, num_stages=1):
+            first = unit % SPLIT * PART
+            at = tl.cast(unit // SPLIT, tl.int64) * WIDTH + first
+            for start in tl.static_range(0, PART, SENT):
+                inside = (start + lanes < PART) & (first + start + lanes < WIDTH)
+                for hop in tl.static_range(FIRST, WORLD):
+                    there = inbox + (old + (rank + hop) % WORLD) * room + at + start + lanes
+                    clean(there, inside, TARGET)
+
+
+@triton.jit
+def norm_rows(
+    x, residual, weight, new_residual, y, scales, inbox, epoch, given, control, limit, program, programs, rank, m, eps, room,
+    WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, SPLIT: tl.constexpr,
+    PART: tl.constexpr, HELD: tl.constexpr, COLS: tl.constexpr,
+    OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Adds up and normalises this program's parts of rows. `x` are the data of this rank's words, or None if they come by the inbox
+    too.
+    """
+    slot = slot_of(epoch, WIDE) * WORLD
+    apart = rank
+    if x is None:
+        apart = -1
+    lane = tl.arange(0, HELD)
+    PER: tl.constexpr = HIDDEN // WIDTH
+    cols = tl.arange(0, COLS)
+    word = tl.arange(0, COLS // PER)
+    row_inside = word < WIDTH
+    factors = tl.zeros([COLS], tl.float32)
+    if (SPLIT == 1) | (QUANT == "row"):
+        factors = tl.load(weight + cols, mask=cols < HIDDEN, other=0).to(tl.float32)
+    for unit in tl.range(program, m * SPLIT, programs, num_stages=1):
+        row = tl.cast(unit // SPLIT, tl.int64)
+        at = row * WIDTH + word
+        own = own_numbers(x, at, row_inside, WIDE, TYPE)
+        added = tl.zeros([COLS], tl.float32)
+        if ADDED:
+            there = residual + row * HIDDEN + cols
+            added = tl.load(there, mask=cols < HIDDEN, other=0).to(tl.float32)
+        total = await_sum(
+            own, inbox + slot * room + at, room, row_inside, inbox, epoch, apart, control, limit, WORLD, WIDE, TYPE, TARGET
+        )
+        if ADDED:
+            total += added
+        total = tl.reshape(total, [1, COLS])
+        rows = row + tl.arange(0, 1)
+        if SPLIT == 1:
+            finish(total, given, factors, rows, HIDDEN, m, eps, y, new_residual, scales, OFFSET, QUANT, TARGET)
+        else:
+            # The words of this program's part have arrived. Their second load ends before the norm of the row is known, and all that
+            # follows is done for this part alone.
+            first = unit % SPLIT * PART
+            inside = (lane < PART) & (first + lane < WIDTH)
+            at = row * WIDTH + first + lane
+            own = own_numbers(x, at, inside, WIDE, TYPE)
+            _, part = look(own, inbox + slot * room + at, room, inside, inbox, epoch, apart, WORLD, WIDE, TYPE, TARGET)
+            begin = first * PER
+            end = tl.minimum(begin + PART * PER, HIDDEN)
+            ours = begin + tl.arange(0, HELD * PER)
+            if ADDED:
+                part += tl.load(residual + row * HIDDEN + ours, mask=ours < end, other=0).to(tl.float32)
+            by = tl.load(weight + ours, mask=ours < end, other=0).to(tl.float32)
+            short = rounded(total, new_residual.dtype.element_ty, TARGET).to(tl.float32)
+            factor = factor_of(short, HIDDEN, eps)
+            scale = factor
+            if QUANT == "row":
+                scale = scale_of_row(short, factor, factors, OFFSET, new_residual.dtype.element_ty, TARGET)
+            short = tl.reshape(rounded(part, new_residual.dtype.element_ty, TARGET), [1, HELD * PER])
+            store_normed(
+                short, factor, scale, given, by, rows, begin, HIDDEN, m, end, y, new_residual, scales, OFFSET, QUANT, TARGET
+            )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["rank", "m", "eps"])
 def one_shot_kernel(
     x, residual, weight, new_residual, y, scales, inbox, bases, control, state, rank, m, eps, room,
@@ -60,7 +153,7 @@ def one_shot_kernel(
     given = given_factor(scales, QUANT)
     away = distances(bases, rank, WORLD)
     slot = slot_of(epoch, WIDE) * WORLD
-    lanes, lane = tl.arange(0, SENT), tl.arange(0, HELD)
+    lanes = tl.arange(0, SENT)
     for unit in tl.range(program, m * SPLIT, programs, num_stages=1):
         first = unit % SPLIT * PART
         at = tl.cast(unit // SPLIT, tl.int64) * WIDTH + first
@@ -70,63 +163,11 @@ def one_shot_kernel(
             for hop in tl.static_range(WORLD - 1):
                 there = (inbox.to(tl.int64) + away[hop]).to(inbox.dtype) + (slot + rank) * room
                 store_whole(tl.multiple_of(there + at + start + lanes, (16,)), words, inside, TARGET)
-    if WIDE:
-        old = slot_of(epoch - 1, WIDE) * WORLD
-        for unit in tl.range(program, before * SPLIT, programs, num_stages=1):
-            first = unit % SPLIT * PART
-            at = tl.cast(unit // SPLIT, tl.int64) * WIDTH + first
-            for start in tl.static_range(0, PART, SENT):
-                inside = (start + lanes < PART) & (first + start + lanes < WIDTH)
-                for hop in tl.static_range(1, WORLD):
-                    there = inbox + (old + (rank + hop) % WORLD) * room + at + start + lanes
-                    clean(there, inside, TARGET)
-    PER: tl.constexpr = HIDDEN // WIDTH
-    cols = tl.arange(0, COLS)
-    word = tl.arange(0, COLS // PER)
-    row_inside = word < WIDTH
-    factors = tl.zeros([COLS], tl.float32)
-    if (SPLIT == 1) | (QUANT == "row"):
-        factors = tl.load(weight + cols, mask=cols < HIDDEN, other=0).to(tl.float32)
-    for unit in tl.range(program, m * SPLIT, programs, num_stages=1):
-        row = tl.cast(unit // SPLIT, tl.int64)
-        at = row * WIDTH + word
-        own = numbers(tl.load(x + at, mask=row_inside, other=0), WIDE, TYPE)
-        added = tl.zeros([COLS], tl.float32)
-        if ADDED:
-            there = residual + row * HIDDEN + cols
-            added = tl.load(there, mask=cols < HIDDEN, other=0).to(tl.float32)
-        total = await_sum(
-            own, inbox + slot * room + at, room, row_inside, inbox, epoch, rank, control, limit, WORLD, WIDE, TYPE, TARGET
-        )
-        if ADDED:
-            total += added
-        total = tl.reshape(total, [1, COLS])
-        rows = row + tl.arange(0, 1)
-        if SPLIT == 1:
-            finish(total, given, factors, rows, HIDDEN, m, eps, y, new_residual, scales, OFFSET, QUANT, TARGET)
-        else:
-            # The words of this program's part have arrived. Their second load ends before the norm of the row is known, and all that
-            # follows is done for this part alone.
-            first = unit % SPLIT * PART
-            inside = (lane < PART) & (first + lane < WIDTH)
-            at = row * WIDTH + first + lane
-            own = numbers(tl.load(x + at, mask=inside, other=0), WIDE, TYPE)
-            _, part = look(own, inbox + slot * room + at, room, inside, inbox, epoch, rank, WORLD, WIDE, TYPE, TARGET)
-            begin = first * PER
-            end = tl.minimum(begin + PART * PER, HIDDEN)
-            ours = begin + tl.arange(0, HELD * PER)
-            if ADDED:
-                part += tl.load(residual + row * HIDDEN + ours, mask=ours < end, other=0).to(tl.float32)
-            by = tl.load(weight + ours, mask=ours < end, other=0).to(tl.float32)
-            short = rounded(total, new_residual.dtype.element_ty, TARGET).to(tl.float32)
-            factor = factor_of(short, HIDDEN, eps)
-            scale = factor
-            if QUANT == "row":
-                scale = scale_of_row(short, factor, factors, OFFSET, new_residual.dtype.element_ty, TARGET)
-            short = tl.reshape(rounded(part, new_residual.dtype.element_ty, TARGET), [1, HELD * PER])
-            store_normed(
-                short, factor, scale, given, by, rows, begin, HIDDEN, m, end, y, new_residual, scales, OFFSET, QUANT, TARGET
-            )  # fmt: skip
+    clean_rows(inbox, epoch, before, program, programs, rank, room, 1, WORLD, WIDE, WIDTH, SPLIT, PART, SENT, TARGET)
+    norm_rows(
+        x, residual, weight, new_residual, y, scales, inbox, epoch, given, control, limit, program, programs, rank, m, eps, room,
+        WORLD, WIDE, TYPE, WIDTH, HIDDEN, SPLIT, PART, HELD, COLS, OFFSET, QUANT, ADDED, TARGET,
+    )  # fmt: skip
     tl.debug_barrier()  # all threads have read the state
     tl.store(state + program, epoch + 1)
     tl.store(state + programs + program, m)
@@ -146,7 +187,8 @@ class OneShot(NormKernel):
             # Zeros are words of call 0. Calls start at 1, so they never match.
             self.inbox = context.heap.zeros((2, problem.world_size, self.room), torch.int64)
         # The interpreter runs programs one after the other, so no program may wait before the last has sent.
-        self.programs = 1 if context.interpreted else min(config["per_processor"] * context.processors, problem.m * split)
+        most = config["per_processor"] * context.processors
+        self.programs = 1 if context.interpreted else min(most, self.units(problem, config))
         self.state = context.empty((2, self.programs), torch.int32)
         self.state[0], self.state[1] = 1, 0
         self.constants |= {
@@ -162,6 +204,10 @@ class OneShot(NormKernel):
             "EARLY": context.hardware.launches_overlap,
             **together(context, config),
         }
+
+    def units(self, problem: AllReduceNorm, config: Config) -> int:
+        """How many programs have work at the same time."""
+        return int(problem.m * config["split"])
 
     def run(
         self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float

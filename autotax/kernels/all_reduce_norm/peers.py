@@ -19,23 +19,23 @@ from autotax.operators.all_reduce_norm import AllReduceNorm
 
 
 class TorchSum(AfterSum):
-    """Copies x to torch's symmetric memory and sums it there. A GEMM that writes to that memory would need no copy."""
+    """Copies x to torch's symmetric memory and sums it there. A product is stored there at once."""
 
-    def room(self, problem: AllReduceNorm) -> Tensor:
-        """See AfterSum.room."""
-        self.group = group_name(self.context)
-        self.partial = symmetric(self.context, (problem.m, problem.hidden), self.context.dtype(problem))
-        return super().room(problem)
+    def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.group = group_name(context)
+        self.partial = self.products = symmetric(context, (problem.m, problem.hidden), context.dtype(problem))
 
-    def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any]:
+    def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any] | None:
         """See AfterSum.changes_for."""
-        return super().changes_for(smaller) | {"partial": self.partial[: smaller.m]}
+        return (super().changes_for(smaller) or {}) | {"partial": self.partial[: smaller.m]}
 
     def run(
         self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
     ) -> None:
         """See NormKernel.run."""
-        self.context.copy(self.partial, x)
+        if not self.problem.k:
+            self.context.copy(self.partial, x)
         if not self.context.dry:
             self.add_up()
         self.norm(self.sums, residual, weight, new_residual, y, scales, eps=eps)
@@ -59,6 +59,21 @@ class TorchTwoShot(TorchSum):
     def add_up(self) -> None:
         """See TorchSum.add_up."""
         torch.ops.symm_mem.two_shot_all_reduce_out(self.partial, "sum", self.group, self.sums)
+
+
+class TorchReduceScatter(TorchSum):
+    """With torch.ops.symm_mem.reduce_scatter_out: each rank adds up its rows, which the collective library gathers before the norm."""
+
+    def add_up(self) -> None:
+        """See TorchSum.add_up."""
+        rows = len(self.sums) // self.problem.world_size
+        own = self.sums[self.context.rank * rows : (self.context.rank + 1) * rows]
+        torch.ops.symm_mem.reduce_scatter_out(self.partial.view(-1), self.group, False, own.view(-1))
+        self.context.all_gather(self.sums, own)
+
+    def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any] | None:
+        """Supports numbers of rows that the ranks divide."""
+        return super().changes_for(smaller) if smaller.m % smaller.world_size == 0 else None
 
 
 class FlashInfer(NormKernel):

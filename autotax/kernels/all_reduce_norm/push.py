@@ -5,9 +5,11 @@ rows. With one shot every rank sends all its blocks to all ranks, and each adds 
 number of bytes, in one trip.
 
 In turn j a program sends its block j, adds up its block j - AHEAD, and normalises its block j - 2 AHEAD if another rank added
-that up. So links and memory are busy at the same time.
+that up. So links and memory are busy at the same time. A flag is set when its data are stored, or with LATE at the end of the
+turn: by then most stores have arrived at the peer, and the release, which waits for them, is short.
 
-Why every wait ends: in turn j a program waits for work that peers do in turns before j, or in turn j before they wait. All
+Why every wait ends: in turn j a program waits for work that peers do in turns before j, or in turn j before they wait (never with
+LATE). All
 programs are resident at the same time, because the launch is cooperative. So the waits end turn by turn.
 
 A flag of a block and a source holds the number of the last call that filled the block. The parity of the call selects one of two
@@ -74,8 +76,8 @@ def sum_of_row(
 @triton.jit(do_not_specialize=["rank", "m", "eps"])
 def push_kernel(
     x, residual, weight, new_residual, y, scales, box, sums, flags, sum_flags, bases, control, state, rank, m, eps, room, blocks_most,
-    WORLD: tl.constexpr, TWO: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr, COLS: tl.constexpr,
+    WORLD: tl.constexpr, TWO: tl.constexpr, LATE: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr,
     OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """`box` is [2, hop, room rows, HIDDEN], `sums` [2, rows, HIDDEN]; `flags` int32 [source, blocks_most], `sum_flags`
@@ -109,7 +111,8 @@ def push_kernel(
                 if (not TWO) | (block % WORLD == peer):
                     there = translate(box, bases, rank, peer) + (slot * (WORLD - 1) + hop - 1) * size
                     copy(there + (place - first).to(tl.int64) * HIDDEN, x, first * HIDDEN, end * HIDDEN, BLOCK, ALIGNED)
-                    announce(flag_address(flags, rank * blocks_most + block, bases, rank, peer), epoch, TARGET)
+                    if not LATE:
+                        announce(flag_address(flags, rank * blocks_most + block, bases, rank, peer), epoch, TARGET)
         block = (turn - AHEAD) * programs + program
         if (turn >= AHEAD) & (block < blocks):
             if (not TWO) | (block % WORLD == rank):
@@ -134,7 +137,7 @@ def push_kernel(
                         tl.reshape(total, [1, COLS]), given, factors, row + tl.arange(0, 1), HIDDEN, m, eps,
                         y, new_residual, scales, OFFSET, QUANT, TARGET,
                     )  # fmt: skip
-                if TWO:
+                if TWO and not LATE:
                     for hop in tl.static_range(1, WORLD):
                         announce(flag_address(sum_flags, block, bases, rank, (rank + hop) % WORLD), epoch, TARGET)
         if TWO:
@@ -150,6 +153,18 @@ def push_kernel(
                         tl.reshape(total, [1, COLS]), given, factors, row + tl.arange(0, 1), HIDDEN, m, eps,
                         y, new_residual, scales, OFFSET, QUANT, TARGET,
                     )  # fmt: skip
+        if LATE:
+            block = turn * programs + program
+            if block < blocks:
+                for hop in tl.static_range(1, WORLD):
+                    peer = (rank + hop) % WORLD
+                    if (not TWO) | (block % WORLD == peer):
+                        announce(flag_address(flags, rank * blocks_most + block, bases, rank, peer), epoch, TARGET)
+            block = (turn - AHEAD) * programs + program
+            if TWO:
+                if (turn >= AHEAD) & (block < blocks) & (block % WORLD == rank):
+                    for hop in tl.static_range(1, WORLD):
+                        announce(flag_address(sum_flags, block, bases, rank, (rank + hop) % WORLD), epoch, TARGET)
     tl.debug_barrier()  # all threads have read the state
     tl.store(state + program, epoch + 1)
 
@@ -171,6 +186,7 @@ class Push(NormKernel):
         self.constants |= {
             "WORLD": world,
             "TWO": two,
+            "LATE": config["signals"] == "late",
             "HIDDEN": problem.hidden,
             "ROWS": rows,
             "AHEAD": config["ahead"],

@@ -29,6 +29,10 @@ TILE, BOX = 128, 64
 """Queries of a tile, and of a group of warps."""
 
 
+ALL = gl.constexpr(1 << 30)
+"""Rows that share a flag: all of a source's."""
+
+
 @gluon.jit(do_not_specialize=["rank", "slot", "batch", "q_heads", "kv_heads"])
 def attend_kernel(
     q, k, v, inbox, out, lse, flags, ticket, control, slot, rank, tokens, batch, q_heads, kv_heads, scale,
@@ -37,8 +41,8 @@ def attend_kernel(
 ):  # fmt: skip
     epoch = gl.load(ticket)
     attend_by_roles(
-        q, k, v, inbox, out, lse, flags, control, epoch, slot, rank, tokens, batch, q_heads, kv_heads, scale,
-        WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, TARGET,
+        q, k, v, inbox, inbox, None, out, lse, flags, control, epoch, slot, rank, tokens, batch, q_heads, kv_heads, 1, scale,
+        WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, ALL, 0, STAGES, BLOCK_N, HEAD_DIM, TARGET,
     )  # fmt: skip
 
 

@@ -58,6 +58,7 @@ def merge_part_kernel(
     total = weight + weight_of_other
     merged = mine * (weight / total)[:, None] + other * (weight_of_other / total)[:, None]
     g = row + tl.arange(0, GROUP)
+    tl.debug_barrier()  # several warps load the same log-sum-exp: all of them before one stores the merged one
     store_rows(rounded(merged, o.dtype.element_ty, TARGET), o, g.to(tl.int64), GROUP, HEAD_DIM, GROUP, BLOCK_D)
     tl.store(lse + (g % heads).to(tl.int64) * of_head + (g // heads) * of_token, (top + tl.log2(total)) * 0.6931471805599453)
 

@@ -1,4 +1,5 @@
-"""Attention with roles for warps: one warp loads, two groups of four warps attend to 64 queries each. For Hopper, in Gluon.
+"""Attention with roles for warps: one warp loads, two groups of four warps attend to 64 queries each, one warp may send. For Hopper,
+in Gluon.
 
 Blocks of K and V pass through STAGES buffers each, with two barriers a buffer. A TMA load completes the barrier `full`; both
 groups arrive at `empty`. A group multiplies the next block of keys before the values of this one, so that its softmax runs
@@ -10,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from autotax.kernels.all_gather_gemm.roles import load_block, wait_first
+from autotax.kernels.all_gather_gemm.warp_gemm import send_shard
 from autotax.kernels.gather_attention.core import block_of, tokens_sent
 
 ROWS = gl.constexpr(64)
@@ -60,16 +62,20 @@ def load_turn(k, v, row_k, row_v, col, buffers, turn, STAGES: gl.constexpr, BLOC
 
 @gluon.jit
 def load_tiles(
-    q, k, v, inbox, buffers, flags, control, epoch, slot, share,
-    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr,
+    q, k, v, inbox_k, inbox_v, buffers, flags, control, epoch, slot, share, chunks,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr, CHUNK: gl.constexpr, SENDS: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """The loader: the queries of each tile, then its blocks of keys and values. It waits once for each other rank."""
+    """The loader: the queries of each tile, then its blocks of keys and values. It waits once for each part of another rank's keys.
+
+    A part is CHUNK rows; each rank has `chunks` of them. With SENDS the values have flags of their own, after those of the keys, and
+    an inbox of their own. Else a source's values lie behind its keys.
+    """
     queries, q_full, q_empty = buffers[0], buffers[3], buffers[4]
     items, rank, tokens, batch, q_heads, kv_heads = share
     turn = 0
     tile = 0
-    known = 0  # bits of the ranks whose keys have arrived
+    known = 0  # bits of the ranks of which all parts that this rank sees have arrived
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         of_head, first, own, _every = tile_at(item, rank, tokens, batch, q_heads, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, BLOCK_N)
         sequence = of_head // q_heads
@@ -87,15 +93,38 @@ def load_tiles(
         for hop in range(1, WORLD):
             source = (rank + WORLD - hop) % WORLD
             blocks = tokens_seen(source, rank, first, tokens, CAUSAL, CHUNKS) // BLOCK_N
-            if (blocks > 0) & ((known >> source & 1) == 0):
-                wait_first(flags, source, 1, source, epoch, control, 1, TARGET)
-                known |= 1 << source
-            row_k = ((slot * WORLD + source) * 2 * batch + sequence) * tokens
+            waits = known >> source & 1 == 0
+            landed = (slot * WORLD + source) * batch * tokens
             for block in range(blocks):
-                row = row_k + block * BLOCK_N
-                load_turn(inbox, inbox, row, row + batch * tokens, col, buffers, turn, STAGES, BLOCK_N, HEAD_DIM)
+                row = base + block * BLOCK_N
+                if waits & (block * BLOCK_N % CHUNK == 0):
+                    wait_first(flags, source * chunks + row // CHUNK, 1, source, epoch, control, 1, TARGET)
+                    if SENDS:
+                        wait_first(flags, (WORLD + source) * chunks + row // CHUNK, 1, source, epoch, control, 1, TARGET)
+                if SENDS:
+                    load_turn(inbox_k, inbox_v, landed + row, landed + row, col, buffers, turn, STAGES, BLOCK_N, HEAD_DIM)
+                else:
+                    row += 2 * landed
+                    load_turn(inbox_k, inbox_v, row, row + batch * tokens, col, buffers, turn, STAGES, BLOCK_N, HEAD_DIM)
                 turn += 1
+            if (blocks > 0) & (batch == 1):
+                known |= 1 << source
         tile += 1  # noqa: SIM113
+
+
+@gluon.jit
+def send_keys(
+    sent_k, sent_v, peer_k, peer_v, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks,
+    WORLD: gl.constexpr, CHUNK: gl.constexpr, BOXES: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """The sender of two ranks: the keys, then the values, in boxes that go round over all programs (see `send_shard`)."""
+    send_shard(
+        sent_k, (peer_k,), boxes, arrived[0], counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, 0, 1, BOXES, 0, TARGET
+    )
+    send_shard(
+        sent_v, (peer_v,), boxes, arrived[1], counts + chunks, bases, flags + WORLD * chunks, rank, epoch, rows, cols, chunks,
+        WORLD, CHUNK, 0, 1, BOXES, 0, TARGET,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -174,11 +203,15 @@ def attend_tiles(
 
 @gluon.jit
 def attend_by_roles(
-    q, k, v, inbox, out, lse, flags, control, epoch, slot, rank, tokens, batch, q_heads, kv_heads, scale,
-    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr,
+    q, k, v, inbox_k, inbox_v, sending, out, lse, flags, control, epoch, slot, rank, tokens, batch, q_heads, kv_heads, chunks, scale,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr, CHUNK: gl.constexpr, BOXES: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """A program's tiles. `q` has boxes of 64 tokens of a head, `k`, `v` and `inbox` boxes of BLOCK_N."""
+    """A program's tiles. `q` has boxes of 64 tokens of a head, `k`, `v` and the inboxes boxes of BLOCK_N.
+
+    BOXES > 0: one more warp sends that many boxes of 64 x 64 in a turn. `sending` are its views of K and V, the views of both
+    inboxes of the peer, counts [2, chunks] and the bases.
+    """
     queries = gl.allocate_shared_memory(q.dtype, [GROUPS, ROWS, HEAD_DIM], q.layout)
     keys = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, HEAD_DIM], k.layout)
     values = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, HEAD_DIM], v.layout)
@@ -195,15 +228,35 @@ def attend_by_roles(
         mbarrier.init(k_empty.index(stage), count=GROUPS)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=GROUPS)
-    fence_async_shared()
     buffers = (queries, keys, values, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     share = (batch * q_heads * (tokens // (GROUPS * ROWS)), rank, tokens, batch, q_heads, kv_heads)
-    gl.warp_specialize(
-        [
-            (attend_tiles, (0, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
-            (attend_tiles, (1, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
-            (load_tiles, (q, k, v, inbox, buffers, flags, control, epoch, slot, share, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, TARGET)),
-        ],
-        [4, 1],
-        [232, 40],
-    )  # fmt: skip
+    if BOXES > 0:
+        sent_k, sent_v, peer_k, peer_v, counts, bases = sending
+        boxes = gl.allocate_shared_memory(k.dtype, [BOXES, ROWS, ROWS], sent_k.layout)
+        arrived_k = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
+        arrived_v = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
+        for at in gl.static_range(BOXES):
+            mbarrier.init(arrived_k.index(at), count=1)
+            mbarrier.init(arrived_v.index(at), count=1)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (attend_tiles, (0, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
+                (attend_tiles, (1, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
+                (load_tiles, (q, k, v, inbox_k, inbox_v, buffers, flags, control, epoch, slot, share, chunks, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, CHUNK, True, STAGES, BLOCK_N, HEAD_DIM, TARGET)),
+                (send_keys, (sent_k, sent_v, peer_k, peer_v, boxes, (arrived_k, arrived_v), counts, bases, flags, rank, epoch, batch * tokens, kv_heads * HEAD_DIM, chunks, WORLD, CHUNK, BOXES, TARGET)),
+            ],
+            [4, 1, 1],
+            [232, 40, 40],
+        )  # fmt: skip
+    else:
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (attend_tiles, (0, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
+                (attend_tiles, (1, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
+                (load_tiles, (q, k, v, inbox_k, inbox_v, buffers, flags, control, epoch, slot, share, chunks, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, CHUNK, False, STAGES, BLOCK_N, HEAD_DIM, TARGET)),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip
