@@ -57,28 +57,38 @@ def dot_of_codes(x, y, TARGET: tl.constexpr):
         return tl.dot(x, y)
 
 
+@triton.constexpr_function
+def turned(block_m, block_n, target):
+    """Whether a tile is computed as its transpose. Hopper multiplies e4m3 in blocks of at least 64 rows. Where A has fewer, rows
+    of B take their place; otherwise the compiler would convert every element to 16 bits.
+    """
+    return target == "cuda" and block_m < 64 and block_n >= 64
+
+
 @triton.jit
 def scaled_step(
     acc, x, scales_a, row, row_end, stride_m, stride_g, b, scales_b, col, n, at, k,
     SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """acc + x @ B[col:, at : at + 128].T, with scales `block` times the scales of both.
+    """acc + x @ B[col:, at : at + 128].T, with scales `block` times the scales of both; its transpose where `turned`.
 
     The scale of row r of A and group g lies at scales_a + r * stride_m + g * stride_g.
     """
     y = load_tile(b, col, at, n, k, k, BLOCK_N, BLOCK_K, TMA, ALIGNED)
-    part = dot_of_codes(x, y.T, TARGET)
+    TURNED: tl.constexpr = turned(BLOCK_M, BLOCK_N, TARGET)
+    part = dot_of_codes(y, x.T, TARGET) if TURNED else dot_of_codes(x, y.T, TARGET)
     if SCALES == "block":
         group = at // BLOCK_K
         r = row + tl.arange(0, BLOCK_M)
         of_a = tl.load(scales_a + r.to(tl.int64) * stride_m + group * stride_g, mask=r < row_end, other=0.0)
         groups = tl.cdiv(k, BLOCK_K)
         if BLOCK_N <= BLOCK_K:  # the tile's columns share a scale
-            part = part * (of_a * tl.load(scales_b + col // BLOCK_K * groups + group))[:, None]
+            of_both = of_a * tl.load(scales_b + col // BLOCK_K * groups + group)
+            part = part * (of_both[None, :] if TURNED else of_both[:, None])
         else:
             c = col + tl.arange(0, BLOCK_N)
             of_b = tl.load(scales_b + c // BLOCK_K * groups + group, mask=c < n, other=0.0)
-            part = part * of_a[:, None] * of_b[None, :]
+            part = part * of_a[None, :] * of_b[:, None] if TURNED else part * of_a[:, None] * of_b[None, :]
     return acc + part
 
 
@@ -88,14 +98,15 @@ def scaled_sum(
     SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """A[row:row_end, start:end] @ B[col:, start:end].T in float32, for A with rows of k elements; see `scaled_step`."""
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    TURNED: tl.constexpr = turned(BLOCK_M, BLOCK_N, TARGET)
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
     for at in range(start, end, BLOCK_K):
         x = load_tile(a, row, at, row_end, k, k, BLOCK_M, BLOCK_K, TMA, ALIGNED)
         acc = scaled_step(
             acc, x, scales_a, row, row_end, stride_m, stride_g, b, scales_b, col, n, at, k,
             SCALES, BLOCK_M, BLOCK_N, TMA, ALIGNED, TARGET,
         )  # fmt: skip
-    return acc
+    return tl.trans(acc) if TURNED else acc
 
 
 @triton.jit

@@ -211,6 +211,12 @@ operator.variant("bsp", f"{_KERNELS}.bsp:bsp", f"{_SPACES}:bsp", role="baseline"
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed", leaves="inboxes")
 operator.variant("scaled_decomposed", f"{_KERNELS}.scaled_decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
 operator.variant("scaled_packets", f"{_KERNELS}.scaled_packets:ScaledPackets", f"{_SPACES}:scaled_packets")
+operator.variant(
+    "scaled_specialized", f"{_KERNELS}.scaled_specialized:ScaledSpecialized", f"{_SPACES}:scaled_specialized", leaves="inbox"
+)
+operator.variant(
+    "scaled_push_words", f"{_KERNELS}.scaled_push_words:ScaledPushWords", f"{_SPACES}:scaled_push_words", leaves="landing"
+)
 operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}:copy_engine", invariant=_uncut)
 operator.variant("pull", f"{_KERNELS}.pull:Pull", f"{_SPACES}:pull", role="ladder")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push", leaves="inbox", invariant=_uncut)
@@ -252,6 +258,7 @@ for _name, _kernel in (("torch_fast", "TorchScaledFast"), ("nccl_fast", "NcclFas
         f"{_PEERS}:{_kernel}",
         where=lambda problem, hardware: hardware.backend == "cuda" and problem.scales in ("tensor", "row"),
     )
+operator.peer("nccl_deep_gemm", f"{_PEERS}:NcclDeepGemm", where=scaled.has_deep_gemm)
 operator.peer("product", f"{_PEERS}:product", modes=(), part="the product alone", row="cublas")
 
 

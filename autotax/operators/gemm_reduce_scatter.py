@@ -184,6 +184,10 @@ operator.variant(
 )
 operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}:words")
 operator.variant("scaled_decomposed", f"{_KERNELS}.scaled_decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
+operator.variant("scaled_two_kernel", f"{_KERNELS}.scaled_two_kernel:ScaledTwoKernel", f"{_SPACES}:scaled_two_kernel")
+operator.variant(
+    "scaled_specialized", f"{_KERNELS}.scaled_specialized:ScaledSpecialized", f"{_SPACES}:scaled_specialized"
+)
 operator.variant("scaled_words", f"{_KERNELS}.scaled_words:ScaledWords", f"{_SPACES}:scaled_words")
 
 
@@ -238,6 +242,7 @@ operator.peer(
 operator.peer("torch_reduce_scatter_scaled", f"{_PEERS}:TorchReduceScatterScaled", where=_with_torch("scattered", scaled=True))
 operator.peer("torch_one_shot_scaled", f"{_PEERS}:TorchOneShotScaled", where=_with_torch("replicated", scaled=True))
 operator.peer("torch_two_shot_scaled", f"{_PEERS}:TorchTwoShotScaled", where=_with_torch("replicated", scaled=True))
+operator.peer("nccl_deep_gemm", f"{_PEERS}:NcclDeepGemm", where=scaled.has_deep_gemm)
 operator.peer(
     "product",
     f"{_PEERS}:product",

@@ -11,6 +11,7 @@ A is [m, k], B [n, k]. Scales are float32, and an element stands for its value t
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from autotax.core.errors import UsageError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from autotax.hardware import Hardware
     from autotax.operators.inputs import Draw
 
 GROUP = 128
@@ -109,6 +111,11 @@ def check(problem: Any) -> None:
         )
     if problem.weight != "nk":
         raise UsageError(f"weight is {problem.weight!r} with dtype e4m3; allowed is nk: store B as [n, k]")
+
+
+def as_words(problem: Any) -> Any:
+    """The problem of 16 bits whose matrices have the bytes of this one: two codes are a word of the type of C."""
+    return replace(problem, k=problem.k // 2, dtype=problem.result, scales="none", result="bf16", quantize="none", operand="e4m3")
 
 
 def scales_bytes(problem: Any, rows: int) -> int:
@@ -265,6 +272,12 @@ def quantised(values: Tensor, scales: Tensor, quantize: str) -> Tensor:
     blocks = quantize == "block"
     parts = (held.view(len(held), -1, GROUP) / scales[..., None]).view(held.shape) if blocks else held * (1 / scales)
     return parts.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+
+
+def has_deep_gemm(problem: Any, hardware: Hardware) -> bool:
+    """Whether DeepGEMM is installed and multiplies this problem's matrices."""
+    fits = (problem.scales, problem.result, hardware.target) == ("block", "bf16", "cuda:90")
+    return fits and find_spec("deep_gemm") is not None
 
 
 def brief(problem: Problem) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 from autotax.core.config import Config, Value
@@ -25,6 +26,7 @@ from autotax.kernels.tiling import (
     x_is_a_block_of_b,
 )
 from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.operators.scaled import as_words
 from autotax.spaces import scaled
 
 MOST_CHUNKS = 64
@@ -565,6 +567,10 @@ BYTES = 60
 """Bytes per cycle that a processor loads at best. Measured on one H200."""
 CYCLES_OF_A_TILE = 6000
 """Cycles of a tile's first load and last store, which nothing hides. Measured on one H200."""
+SCALED_TOGETHER, SCALED_WIDEST = 192, 256
+"""Most columns of a tile of e4m3 whose parts are multiplied together: groups keep the sums of a strip of K beside those of all
+strips. A wider tile has two parts, one after the other.
+"""
 COLUMNS_OF_A_GROUP = 512
 """Fewest columns of K per signal: a signal costs a sending processor about 3 us, while others go on sending."""
 
@@ -606,11 +612,13 @@ def time_of(problem: AllGatherGemm, processors: int, block_m: int, block_n: int)
     return waves * (problem.k * max(products * STALLS, (x + y) * problem.item_size / BYTES) + CYCLES_OF_A_TILE)
 
 
-def _push_specialized_tile_seeds(problem: AllGatherGemm, hardware: Hardware, boxes: int = 1) -> list[dict[str, Value]]:
+def _push_specialized_tile_seeds(
+    problem: AllGatherGemm, hardware: Hardware, suits: Callable[[int, int], bool], boxes: int = 1
+) -> list[dict[str, Value]]:
     """Tiles sorted by `time_of`, each with as many stages as fit."""
     seeds = []
     for block_m, block_n in itertools.product(_blocks_of_a(problem), BLOCKS_N):
-        if is_a_tile(block_m, block_n) and not _lies_across(problem, block_m, block_n):
+        if suits(block_m, block_n) and not _lies_across(problem, block_m, block_n):
             stages = max(number for number in PUSH_SPECIALIZED_STAGES if _fits(hardware, block_m, block_n, number, boxes))
             seeds.append((time_of(problem, hardware.processors, block_m, block_n), block_m, block_n, stages))
     return [{"block_m": m, "block_n": n, "num_stages": stages} for _, m, n, stages in sorted(seeds)]
@@ -618,6 +626,28 @@ def _push_specialized_tile_seeds(problem: AllGatherGemm, hardware: Hardware, box
 
 def push_specialized(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """The space of the variant, or None where it does not apply."""
+    return _specialized("push_specialized", problem, hardware, is_a_tile, BY_WORDS)
+
+
+def scaled_specialized(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
+    """That of `push_specialized` for words of two codes, which take the time of numbers of 16 bits. X is a block of A, and some
+    columns travel as words, with the scales.
+    """
+    if problem.dtype != "e4m3" or problem.operand != "e4m3":
+        return None
+    columns = scaled.BLOCKS_OF_ONE_SCALE if problem.scales == "block" else BLOCKS_N
+
+    def suits(block_m: int, block_n: int) -> bool:
+        whole = block_n <= SCALED_TOGETHER or block_n == SCALED_WIDEST
+        return block_n in BLOCKS_BESIDE_A.get(block_m, ()) and whole and block_n in columns
+
+    return _specialized("scaled_specialized", as_words(problem), hardware, suits, BY_WORDS[1:])
+
+
+def _specialized(
+    variant: str, problem: AllGatherGemm, hardware: Hardware, suits: Callable[[int, int], bool], by_words: tuple[int, ...]
+) -> VariantSpace | None:
+    """A warp-specialized GEMM of tiles that it `suits`."""
     if problem.shard_rows % GROUP_ROWS or not have_roles(problem, hardware):
         return None
     orders = order_parameters(problem)["order"]
@@ -630,44 +660,50 @@ def push_specialized(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace
         "group_m": (1, 4, 8),
         "order": orders,
         "chunk_rows": powers_of_two(GROUP_ROWS, whole),
-        "by_words": tuple(columns for columns in BY_WORDS if 2 * columns <= problem.shard_cols),
+        "by_words": tuple(columns for columns in by_words if 2 * columns <= problem.shard_cols),
         "k_groups": groups,
         "boxes": BOXES if problem.world_size == 2 else BOXES[:1],
         "pace": PACES,
     }
     constraints = (
-        Constraint(("block_m", "block_n"), is_a_tile, "no one, two or three groups of warps share out such a tile"),
+        Constraint(("block_m", "block_n"), suits, "no one, two or three groups of warps share out such a tile"),
         Constraint(
             ("block_m", "block_n"),
-            lambda m, n: not is_a_tile(m, n) or not _lies_across(problem, m, n),
+            lambda m, n: not suits(m, n) or not _lies_across(problem, m, n),
             "blocks of A may lie across shards only where groups of warps share them out",
         ),
         Constraint(
             ("block_m", "block_n", "num_stages", "boxes"),
-            lambda m, n, stages, boxes: not is_a_tile(m, n) or _fits(hardware, m, n, stages, boxes),
+            lambda m, n, stages, boxes: not suits(m, n) or _fits(hardware, m, n, stages, boxes),
             "the pipeline does not fit in shared memory",
         ),
     )
-    return VariantSpace(
-        "push_specialized", parameters, constraints, _push_specialized_seeds(problem, hardware, orders, parameters)
-    )
+    if not parameters["by_words"] or not any(itertools.starmap(suits, itertools.product(parameters["block_m"], BLOCKS_N))):
+        return None
+    values = _push_specialized_seeds(problem, hardware, orders, parameters, suits)
+    if variant != "push_specialized":  # no search has said yet which tiles are fast: different ones come first
+        firsts = {(value["block_m"], value["block_n"]): value for value in reversed(values)}
+        values.sort(key=lambda value: firsts[value["block_m"], value["block_n"]] is not value)
+    return VariantSpace(variant, parameters, constraints, tuple(Config.of(variant, each) for each in values))
 
 
 def _push_specialized_seeds(
-    problem: AllGatherGemm, hardware: Hardware, orders: tuple[Value, ...], parameters: dict[str, tuple[Value, ...]]
-) -> tuple[Config, ...]:
-    """Seeds. With one wave, tiles wait for K groups of whole shards; with several waves, for K groups of a quarter of a shard's
-    rows.
+    problem: AllGatherGemm, hardware: Hardware, orders: tuple[Value, ...], parameters: dict[str, tuple[Value, ...]],
+    suits: Callable[[int, int], bool],
+) -> list[dict[str, Value]]:  # fmt: skip
+    """Values of seeds. With one wave, tiles wait for K groups of whole shards; with several waves, for K groups of a quarter of
+    a shard's rows.
     """
     groups, chunks = parameters["k_groups"], parameters["chunk_rows"]
     whole = int(chunks[-1])
-    tiles = _push_specialized_tile_seeds(problem, hardware)
+    tiles = _push_specialized_tile_seeds(problem, hardware, suits)
     block_m, block_n = int(tiles[0]["block_m"]), int(tiles[0]["block_n"])
     waves = ceil_div(problem.m // block_m * ceil_div(problem.n, block_n), hardware.processors)
     fine = next(group for group in reversed(groups) if group == 1 or problem.shard_cols >= int(group) * COLUMNS_OF_A_GROUP)
     # Sends as many words of a shard as arrive in the time of a box, or none where the rows would make that take longer.
     most = WORDS_OF_A_SHARD // problem.shard_rows
-    by_words = max(int(columns) for columns in parameters["by_words"] if int(columns) <= most)
+    fewest = int(parameters["by_words"][0])
+    by_words = max((int(columns) for columns in parameters["by_words"] if int(columns) <= most), default=fewest)
     defaults: dict[str, Value] = {"group_m": 8, "order": orders[-1], "chunk_rows": whole, "by_words": by_words, "k_groups": fine}
     defaults |= {"boxes": 1, "pace": PACE}
     if waves > 1:
@@ -677,13 +713,13 @@ def _push_specialized_seeds(
     values = [tile | defaults for tile in tiles[:3]] + [tiles[0] | defaults | other for other in others]
     both = len(parameters["boxes"])
     if both > 1:
-        values.insert(1, _push_specialized_tile_seeds(problem, hardware, boxes=2)[0] | defaults | {"boxes": 2})
+        values.insert(1, _push_specialized_tile_seeds(problem, hardware, suits, boxes=2)[0] | defaults | {"boxes": 2})
     # A longer search on two H200 preferred slower boxes at nine of eleven shapes, more words at four, and one stage fewer at
     # three.
     more = next((columns for columns in parameters["by_words"] if int(columns) >= 2 * by_words > 0), by_words)
     calm = [value | {"pace": SLOWER, "by_words": more} for value in values[:both]]
     values[2:2] = [*calm, calm[-1] | {"num_stages": max(PUSH_SPECIALIZED_STAGES[0], int(calm[-1]["num_stages"]) - 1)}]
-    return tuple(dict.fromkeys(Config.of("push_specialized", value) for value in values))
+    return list({tuple(value.items()): value for value in values}.values())
 
 
 def push_two_kernel(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
@@ -728,10 +764,23 @@ def _divides(problem: AllGatherGemm, groups: int) -> bool:
 
 def push_words(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """The space of the variant, or None where it does not apply or does not help."""
+    return _by_words("push_words", problem, hardware, BLOCKS_N)
+
+
+def scaled_push_words(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
+    """That of `push_words` for words of two codes."""
+    if problem.dtype != "e4m3" or problem.operand != "e4m3":
+        return None
+    columns = scaled.BLOCKS_OF_ONE_SCALE if problem.scales == "block" else BLOCKS_N
+    return _by_words("scaled_push_words", as_words(problem), hardware, columns)
+
+
+def _by_words(variant: str, problem: AllGatherGemm, hardware: Hardware, columns: tuple[int, ...]) -> VariantSpace | None:
+    """Tiles with so many columns."""
     if problem.m > MOST_ROWS or not have_roles(problem, hardware):
         return None
     blocks = [block for block in TILES_BY_WORDS if block // 2 < problem.m] or [min(TILES_BY_WORDS)]
-    tiles = [(m, n) for m in blocks for n in TILES_BY_WORDS[m]]
+    tiles = [(m, n) for m in blocks for n in TILES_BY_WORDS[m] if n in columns]
     parameters: dict[str, tuple[Value, ...]] = {
         "block_m": tuple(blocks),
         "block_n": tuple(sorted({n for _, n in tiles})),
@@ -747,20 +796,21 @@ def push_words(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | Non
             "the pipeline does not fit in shared memory",
         ),
     )
-    return VariantSpace("push_words", parameters, constraints, _push_words_seeds(problem, hardware, tiles))
+    seeds = tuple(Config.of(variant, values) for values in _push_words_seeds(problem, hardware, tiles))
+    return VariantSpace(variant, parameters, constraints, seeds)
 
 
-def _push_words_seeds(problem: AllGatherGemm, hardware: Hardware, tiles: list[tuple[int, int]]) -> tuple[Config, ...]:
+def _push_words_seeds(problem: AllGatherGemm, hardware: Hardware, tiles: list[tuple[int, int]]) -> list[dict[str, Value]]:
     """Tiles sorted by estimated time, with as many stages as fit, up to USUAL_COLUMNS of B."""
     order = sorted(tiles, key=lambda tile: (time_of(problem, hardware.processors, *tile), tile))
     groups = [group for group in USUAL_K_GROUPS if _divides(problem, group)]
-    values = []
+    values: list[dict[str, Value]] = []
     for (m, n), number in [*itertools.product(order[:1], groups), *itertools.product(order[1:3], groups[:1])]:
         k = BLOCKS_K[m <= LOW]
         depths = [stages for stages in PUSH_WORDS_STAGES if stages * k <= USUAL_COLUMNS]
         most = max(stages for stages in depths if push_words_shared_bytes(m, n, k, stages) <= hardware.shared_memory)
         values.append({"block_m": m, "block_n": n, "block_k": k, "num_stages": most, "k_groups": number})
-    return tuple(Config.of("push_words", value) for value in values)
+    return values
 
 
 TERAFLOPS, LINK_GBPS, MEMORY_GBPS, START_US = 650.0, 375.0, 4000.0, 8.0

@@ -7,6 +7,7 @@ resource limits come from `spaces.all_gather_gemm.tiles`.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
@@ -15,6 +16,7 @@ from autotax.hardware import LINK_GBPS, Hardware
 from autotax.kernels.tiling import MOST_RANKS
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
+from autotax.operators.scaled import as_words
 from autotax.spaces import all_gather_gemm as gemm
 from autotax.spaces import scaled
 from autotax.spaces.all_gather_gemm import (
@@ -236,9 +238,22 @@ def _decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
 
 
 def two_kernel(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
-    """How the kernel after the vendor's GEMM cuts the partial sums. None for e4m3."""
-    if problem.dtype == "e4m3":
+    """None for e4m3, which has `scaled_two_kernel`."""
+    return None if problem.dtype == "e4m3" else _two_kernel(hardware)
+
+
+def scaled_two_kernel(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """Products of e4m3 with the sums of `two_kernel`."""
+    if problem.dtype != "e4m3":
         return None
+    usual, products = _two_kernel(hardware), scaled.choices(problem, problem.m, hardware)
+    seeds = [Config.of("scaled_two_kernel", seed.values | each) for seed in usual.seeds[:2] for each in products[:4]]
+    parameters = usual.parameters | scaled.parameters(problem, problem.m, hardware)
+    return VariantSpace("scaled_two_kernel", parameters, (scaled.whole(),), tuple(dict.fromkeys(seeds)))
+
+
+def _two_kernel(hardware: Hardware) -> VariantSpace:
+    """How the kernel after the product cuts the partial sums."""
     parameters: dict[str, tuple[Value, ...]] = {
         "waves": (1, 2) if hardware.on_gpu else (1,),
         "parts": (1, 2, 4),
@@ -246,7 +261,7 @@ def two_kernel(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace |
     }
     warps = parameters["num_warps"]
     configs = [Config.of("two_kernel", waves=1, parts=parts, num_warps=count) for parts in (1, 2) for count in warps[::-1]]
-    return VariantSpace("two_kernel", parameters, (), tuple(configs))
+    return VariantSpace("two_kernel", parameters, seeds=tuple(configs))
 
 
 def pull_reduce(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
@@ -272,6 +287,21 @@ def have_roles(problem: GemmReduceScatter, hardware: Hardware) -> bool:
 
 def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
     """Only for a scattered output of 16 bits and weights [n, k]; None elsewhere."""
+    return _specialized("push_specialized", problem, hardware, lambda _m, _n: True)
+
+
+def scaled_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """That of `push_specialized` for words of two codes, which take the time of numbers of 16 bits."""
+    if problem.dtype != "e4m3" or problem.operand != "e4m3":
+        return None
+    wide = problem.scales != "block"
+    return _specialized("scaled_specialized", as_words(problem), hardware, lambda m, n: n == 128 or (m == 64 and wide))
+
+
+def _specialized(
+    variant: str, problem: GemmReduceScatter, hardware: Hardware, suits: Callable[[int, int], bool]
+) -> VariantSpace | None:
+    """A warp-specialized GEMM of tiles that it `suits`."""
     if not have_roles(problem, hardware):
         return None
 
@@ -287,14 +317,18 @@ def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantS
         "group_m": (1, 4, 8),
         "order": orders,
     }
-    constraints = (Constraint(("block_m", "block_n", "num_stages"), fits, "the pipeline does not fit in shared memory"),)
-    tiles = sorted(itertools.product(BLOCKS_M, BLOCKS_N), key=lambda tile: gemm_time_of(like, hardware.processors, *tile))
+    constraints = (
+        Constraint(("block_m", "block_n"), suits, "groups of warps have too few registers for such a tile"),
+        Constraint(("block_m", "block_n", "num_stages"), fits, "the pipeline does not fit in shared memory"),
+    )
+    sizes = (tile for tile in itertools.product(BLOCKS_M, BLOCKS_N) if suits(*tile))
+    tiles = sorted(sizes, key=lambda tile: gemm_time_of(like, hardware.processors, *tile))
     ways = list(itertools.product((8, 4), orders[::-1]))
     # Every tile comes up: the estimate does not know how well a tile hides the transfers.
     points = [*itertools.product(tiles[:2], ways), *((tile, ways[0]) for tile in tiles[2:])]
     seeds = [
         Config.of(
-            "push_specialized",
+            variant,
             block_m=m,
             block_n=n,
             num_stages=max(stages for stages in PUSH_SPECIALIZED_STAGES if fits(m, n, stages)),
@@ -303,7 +337,7 @@ def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantS
         )
         for (m, n), (group, order) in points
     ]
-    return VariantSpace("push_specialized", parameters, constraints, tuple(seeds))
+    return VariantSpace(variant, parameters, constraints, tuple(seeds))
 
 
 MOST_ROWS = 256

@@ -18,6 +18,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 from torch import Tensor
 
 from autotax.core.errors import UsageError
+from autotax.kernels.all_gather_gemm.gathered import gathered_codes, keeps_codes
 from autotax.nn.fallback import all_gather, reduce_scatter
 from autotax.nn.groups import on_device
 from autotax.operators import registry
@@ -111,7 +112,7 @@ class ScaledGatherCall:
 
     def require(self, kernel: Any) -> None:
         """Raises NotTaken if `kernel` does not keep the gathered A."""
-        if not hasattr(kernel, "gathered_codes"):
+        if not keeps_codes(kernel):
             raise NotTaken(f"{kernel.config.variant} does not keep the gathered A that is asked for")
 
     def run(
@@ -128,7 +129,7 @@ class ScaledGatherCall:
         of_b = [scale.reshape(shape).contiguous() for scale in scales_b]
         outs = [b.new_empty(problem.m, b.shape[1], dtype=dtype) for b, dtype in zip(bs, self.dtypes, strict=True)]
         kernel(x, aligned(bs[self.first].t()), scales, of_b[self.first], outs[self.first])
-        codes, whole_scales = kernel.gathered_codes(x, scales)
+        codes, whole_scales = gathered_codes(kernel, x, scales)
         whole = codes.clone()
         for index, b in enumerate(bs):
             if index != self.first:

@@ -11,6 +11,9 @@ import torch
 from autotax.core.config import Config, Value
 from autotax.core.problem import Problem
 from autotax.hardware import detect
+from autotax.heap import World
+from autotax.kernels.all_gather_gemm.gathered import gathered_codes
+from autotax.operators.calls import make_inputs
 from autotax.operators.problems import AllGatherGemm, FlashDecode, GatherAttention, GemmReduceScatter
 from autotax.operators.verification import TOLERANCE
 from autotax.runner.precompile import CompileAhead
@@ -173,6 +176,59 @@ def test_few_rows_by_words_never_err(ranks: Ranks, rows: int, block_m: int, bloc
     run(ranks, problem, default_with(problem, "push_words", block_m=block_m, block_n=block_n, num_stages=3, k_groups=4))
 
 
+@pytest.mark.parametrize(
+    ("scales", "rows", "tile"),
+    [("row", 64, (128, 160, 4)), ("row", 256, (128, 256, 3)), ("block", 128, (128, 128, 5)), ("tensor", 192, (64, 112, 4))],
+)
+def test_warps_with_roles_that_multiply_codes_never_err(
+    ranks: Ranks, scales: str, rows: int, tile: tuple[int, int, int]
+) -> None:
+    problem = AllGatherGemm(rows * WORLD, 784, 1152, "e4m3", "m", WORLD, scales=scales)
+    sides: dict[str, Value] = dict(zip(("block_m", "block_n", "num_stages"), tile, strict=True))
+    run(ranks, problem, default_with(problem, "scaled_specialized", k_groups=2, **sides))
+
+
+@pytest.mark.parametrize("scales", ["row", "block"])
+@pytest.mark.parametrize("tile", [(64, 128, 5), (128, 128, 4)])
+def test_warps_with_roles_that_send_sums_of_codes_never_err(ranks: Ranks, scales: str, tile: tuple[int, int, int]) -> None:
+    problem = GemmReduceScatter(301, 784, 1152, "e4m3", "scattered", WORLD, scales=scales)
+    sides: dict[str, Value] = dict(zip(("block_m", "block_n", "num_stages"), tile, strict=True))
+    run(ranks, problem, default_with(problem, "scaled_specialized", **sides))
+
+
+@pytest.mark.parametrize(
+    ("scales", "rows", "block_m", "block_n"), [("row", 4, 16, 64), ("block", 25, 64, 128), ("row", 64, 128, 112)]
+)
+def test_few_rows_of_codes_by_words_never_err(ranks: Ranks, scales: str, rows: int, block_m: int, block_n: int) -> None:
+    problem = AllGatherGemm(rows * WORLD, 784, 2048, "e4m3", "m", WORLD, scales=scales)
+    run(ranks, problem, default_with(problem, "scaled_push_words", block_m=block_m, block_n=block_n, num_stages=3, k_groups=4))
+
+
+def wrong_bytes(world: World, problem: Problem, config: Config) -> int:
+    """Codes and scales of the gathered A of a call that are not those of the shards."""
+    _, kernel = conformance.ready(world, problem, config)
+    call = make_inputs(problem, 0, world.rank, world.device)
+    kernel(*call.tensors, call.out)
+    codes, scales = gathered_codes(kernel, call.tensors[0], call.tensors[2])
+    shards = [make_inputs(problem, 0, rank, world.device).tensors for rank in range(world.size)]
+    bits, right = codes.view(torch.uint8), torch.cat([shard[0].view(torch.uint8) for shard in shards])
+    of_all = torch.cat([shard[2].view(-1) for shard in shards])
+    return int((bits != right).sum() + (scales.reshape(-1) != of_all).sum())
+
+
+@pytest.mark.parametrize("variant", ["scaled_specialized", "scaled_push_words"])
+def test_callers_get_the_gathered_codes(ranks: Ranks, variant: str) -> None:
+    problem = AllGatherGemm(64 * WORLD, 784, 1152, "e4m3", "m", WORLD, scales="row")
+    assert ranks.run(wrong_bytes, problem, default_with(problem, variant), timeout=120) == [0] * WORLD
+
+
+@pytest.mark.parametrize("scales", ["row", "block"])
+def test_two_programs_on_each_processor_that_multiply_codes_never_err(ranks: Ranks, scales: str) -> None:
+    problem = AllGatherGemm(97, 784, 1152, "e4m3", "m", WORLD, scales=scales)
+    small: dict[str, Value] = {"product": "64x64x6x4", "splits": 4, "per_processor": 2}
+    run(ranks, problem, default_with(problem, "scaled_packets", **small))
+
+
 def test_a_product_that_finds_b_in_the_l2_never_errs(ranks: Ranks) -> None:
     run(ranks, PROBLEMS[0], Config.of("decomposed", products="one", comm=8, warm=8))
 
@@ -189,5 +245,5 @@ def default_with(problem: Problem, variant: str, **changes: Value) -> Config:
 
 def run(ranks: Ranks, problem: Problem, config: Config) -> None:
     for worst, wrong in ranks.run(conformance.replay, problem, config, REPLAYS, timeout=120):
-        assert worst <= TOLERANCE[problem.dtype]
+        assert worst <= TOLERANCE[problem.out_dtype]
         assert wrong == 0

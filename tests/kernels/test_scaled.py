@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from autotax.testing.ranks import Ranks
 
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.hardware import detect
 from autotax.heap import World
+from autotax.kernels import scaled_product
+from autotax.kernels.deep_gemm import DeepGemm
 from autotax.kernels.offline import compile_offline, known_hardware
+from autotax.operators import registry, scaled
 from autotax.operators.calls import make_inputs
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.operators.scaled import SCALES_OF, laid_out, quantised, scales_of
 from autotax.operators.verification import TOLERANCE
+from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance
 from tests.volume import volume
@@ -111,6 +116,21 @@ def test_quantising_on_the_way_gives_the_bits_of_a_quantiser_before(ranks: Ranks
                 assert (first, third) == (second, fourth), name
 
 
+def errors_when_turned(world: World, problem: Any, config: Config) -> list[float]:
+    """Errors of calls whose tiles are computed as their transpose, as Hopper computes low tiles."""
+    scaled_product.turned = lambda *_: True  # type: ignore[assignment]
+    return conformance.errors_of(world, problem, config, CALLS)
+
+
+@pytest.mark.parametrize("scales", ["row", *volume("block", "tensor")])
+def test_tiles_are_right_as_their_transpose(scales: str) -> None:
+    problem = AllGatherGemm(*SIZES, "e4m3", "m", 2, scales=scales)
+    with Ranks(2) as pair:
+        for product in ("16x64x2x4", "32x256x2x4"):
+            found = pair.run(errors_when_turned, problem, Config.of("bsp", product=product, splits=2), timeout=120)
+            assert max(map(max, found)) <= TOLERANCE[problem.out_dtype], product
+
+
 @pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942"])
 @pytest.mark.parametrize("scales", LAYOUTS)
 def test_kernels_compile(scales: str, target: str) -> None:
@@ -120,6 +140,22 @@ def test_kernels_compile(scales: str, target: str) -> None:
             space = space_for(problem, hardware)
             for name in space.variants:
                 compile_offline(problem, space.default(name), hardware)
+
+
+@pytest.mark.parametrize("name", ["fp8_gemm_nt", "gemm_fp8_fp8_bf16_nt"])
+def test_deep_gemm_is_an_alternative_where_it_is_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By either name of its function, and for scales of blocks alone."""
+    calls: list[Any] = []
+    for problem in (each for scales in LAYOUTS for each in problems(scales, 2)):
+        where = registry.of(problem).peers["nccl_deep_gemm"].where
+        assert not where(problem, known_hardware("cuda:90"))
+        with monkeypatch.context() as patch:
+            patch.setattr(scaled, "find_spec", lambda _: True)
+            assert where(problem, known_hardware("cuda:90")) == ((problem.scales, problem.result) == ("block", "bf16"))
+            assert not where(problem, known_hardware("hip:gfx942"))
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(**{name: lambda *tensors: calls.append(tensors)}))
+    DeepGemm(SimpleNamespace(dry=False))("a", "scales of a", "b", "scales of b", "out")  # type: ignore[arg-type]
+    assert calls == [(("a", "scales of a"), ("b", "scales of b"), "out")]
 
 
 @pytest.mark.parametrize("operator", [AllGatherGemm, GemmReduceScatter])

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from autotax.core.problem import ceil_div
+from autotax.kernels.all_gather_gemm.roles import tile_at
+from autotax.kernels.all_gather_gemm.scaled_specialized import multiply_scaled
+from autotax.kernels.gemm_reduce_scatter.scaled_specialized import scatter_scaled
 from autotax.kernels.gemm_reduce_scatter.warps import scatter_tiles
+from autotax.operators.scaled import dequantised, laid_out, scales_shape
 from tests.models import warps
 from tests.models.warps import Pointer, View, plain, programs_of, together
+from tests.volume import volume
 
 K, PROGRAMS = 136, 3
 TILES = [(64, 128), (64, 256), (128, 128), (128, 256)]
@@ -63,6 +69,135 @@ def run(world: int, sizes: list[int], n: int, tile: tuple[int, int], stages: int
 @pytest.mark.parametrize(("world", "stages", "sizes"), [(1, 3, [70, 1]), (2, 2, [300, 5, 300]), (3, 3, [280, 7, 7, 280])])
 def test_the_warps_compute_the_sum(tile: tuple[int, int], world: int, stages: int, sizes: list[int]) -> None:
     run(world, sizes, tile[1] + 8, tile, stages, interleaved=world == 3, with_addends=world != 2)
+
+
+@pytest.mark.parametrize("scales", ["row", "block", "tensor"])
+@pytest.mark.parametrize("tile", [(64, 128), *volume(((64, 256),), ((128, 128),))], ids=str)
+def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int]) -> None:
+    """Two ranks, sizes that no tile divides, rows of padding; words of A and B are pairs of codes."""
+    (high, across), world, sizes, n, k, stages = tile, 2, [299, 5, 299], 272, 384, 2
+    wide, room = min(128, across), ceil_div(sizes[0], world)
+    draw = torch.Generator().manual_seed(n)
+    boxes = [np.full((2 * world, room, n), np.nan, np.float16) for _ in range(world)]
+    flags = [np.zeros(ceil_div(room, high) * ceil_div(n, across) * world, np.int32) for _ in range(world)]
+    call = plain(scatter_scaled)
+
+    def operand(rows: int, weight: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.randn(rows, k, generator=draw).to(torch.float8_e4m3fn)
+        factors = torch.rand(scales_shape(scales, rows, k, weight=weight), generator=draw)
+        return codes, laid_out(factors, scales, weight=weight)
+
+    weights = [operand(n, True) for _ in range(world)]
+    inputs = [[operand(m, False) for _ in range(world)] for m in sizes]
+    outs = [[np.full((ceil_div(m, world), n), np.nan, np.float16) for _ in range(world)] for m in sizes]
+
+    def words_of(codes: torch.Tensor, rows: int) -> View:
+        return View(codes.view(torch.float16).numpy(), (rows, 64))
+
+    def calls_of(rank: int) -> None:
+        for number, m in enumerate(sizes):
+            (a, of_a), (b, of_b) = inputs[number][rank], weights[rank]
+            strides = of_a.stride() if of_a.dim() == 2 else (0, 0)
+            of_all = (Pointer(of_a.t().reshape(-1).numpy()), *strides, Pointer(of_b.reshape(-1).numpy()))
+            views = tuple(View(boxes[(rank + hop) % world], (1, 64, wide)) for hop in range(world))
+            args = (
+                words_of(a, 64), words_of(b, wide), views, of_all, Pointer(outs[number][rank].reshape(-1)), None, None, None,
+                Pointer(boxes[rank].reshape(-1)), flags, None, None, rank, number + 1, ceil_div(m, world), k // 2, room, n, m,
+                world, False, 4, scales, high // 64, across // wide, wide, stages, "cuda",
+            )  # fmt: skip
+            together(programs_of(rank, PROGRAMS, call, args))
+
+    warps.stopped.clear()
+    together([(lambda rank=rank: calls_of(rank)) for rank in range(world)])
+    for number, m in enumerate(sizes):
+        numbers = [
+            dequantised(*a, scales, weight=False) @ dequantised(*b, scales, weight=True).t()
+            for a, b in zip(inputs[number], weights, strict=True)
+        ]
+        right = torch.nn.functional.pad(sum(each.half().float() for each in numbers), (0, 0, 0, -m % world)).numpy()
+        np.testing.assert_allclose(np.concatenate(outs[number]), right, rtol=2e-3, atol=2e-2)
+
+
+@pytest.mark.parametrize("scales", ["row", *volume("block", "tensor")])
+@pytest.mark.parametrize(("x_is_b", "groups", "parts"), [(False, 2, (32, 16, 0)), (True, 1, (16, 0, 0)), (False, 1, (64, 0, 0))])
+def test_groups_multiply_codes_of_all_shards(scales: str, x_is_b: bool, groups: int, parts: tuple[int, int, int]) -> None:
+    """Rank 1 of two, whose own scales lie elsewhere than its peer's. Shards have rows of padding, two strips share a buffer."""
+    world, rank, rows, shard, n, k, depth, stages = 2, 1, 64, 59, 176, 512, 2, 3
+    if scales == "block" and sum(parts) not in (16, 64):
+        pytest.skip("such a tile lies in several blocks of B")
+    draw = torch.Generator().manual_seed(n)
+    a, b = (torch.randn(size, k, generator=draw).to(torch.float8_e4m3fn) for size in (world * shard, n))
+    of_a = [torch.rand(scales_shape(scales, shard, k, weight=False), generator=draw) for _ in range(world)]
+    of_a = [laid_out(each, scales, weight=False) for each in of_a]
+    of_b = torch.rand(scales_shape(scales, n, k, weight=True), generator=draw)
+    if scales == "tensor":
+        of_a[0] = of_a[1]
+    room = of_a[0].numel() + 5
+    memory = np.full(3 * room, np.nan, np.float32)  # this rank's scales, then those of all ranks but this one
+    memory[: of_a[1].numel()], memory[room : room + of_a[0].numel()] = (of_a[source].t().reshape(-1).numpy() for source in (1, 0))
+    own, dense = Pointer(memory), Pointer(memory, room)
+    own.dtype = memory
+    whole = torch.zeros(world * rows, k).to(torch.float8_e4m3fn)
+    for source in range(world):
+        whole[source * rows : source * rows + shard] = a[source * shard : (source + 1) * shard]
+    words_a, words_b = (codes.view(torch.float16).numpy() for codes in (whole, b))
+    high, wide = (sum(parts), 64 * groups) if x_is_b else (64 * groups, sum(parts))
+    n_tiles, out = ceil_div(n, wide), np.full((world, shard, n), np.nan, np.float16)
+    share = (world * rows // high * n_tiles, 0, world * rows, k // 2, n_tiles)
+    x = warps.Shared(np.zeros((stages * depth * groups, 64, 64), np.float16))
+    y = tuple(warps.Shared(np.zeros((stages * depth, part, 64), np.float16)) for part in parts)
+    full, empty = (warps._shared(np.int64, [stages, 1], None) for _ in range(2))
+    for stage in range(stages):
+        full.index(stage).count, empty.index(stage).count = 1, groups
+    flat = np.full((1, world * rows, n), np.nan, np.float16)
+    boxes = [(1, part, 64) if x_is_b else (1, 64, part) for part in parts]
+    stagings = warps.Shared(np.zeros((groups, 64, parts[0]), np.float16))
+    where = plain(tile_at)
+
+    def load() -> None:
+        turn = 0
+        for item in range(share[0]):
+            row, col = where(item, 0, world * rows, n_tiles, 1, False, 8, True, high, wide)
+            sides = (words_b, col, words_a, row) if x_is_b else (words_a, row, words_b, col)
+            for at in range(0, k // 2, depth * 64):
+                stage = turn % stages
+                empty.index(stage).wait((turn // stages & 1) ^ 1)
+                for strip in range(depth):
+                    place, first = stage * depth + strip, at + 64 * strip
+                    for group in range(groups):
+                        begin = sides[1] + 64 * group
+                        warps._load_block(View(sides[0], (64, 64)), [begin, first], Quiet(), x.index(place * groups + group))
+                    for number, part in enumerate(parts):
+                        if part:
+                            begin = sides[3] + sum(parts[:number])
+                            warps._load_block(View(sides[2], (part, 64)), [begin, first], Quiet(), y[number].index(place))
+                full.index(stage).come(1, 0)
+                turn += 1
+
+    call = plain(multiply_scaled)
+    of_all = ((own, dense, None, None, room), rank, rows, shard, Pointer(of_b.reshape(-1).numpy()))
+    outs = tuple(View(flat, box) for box in boxes)
+    tile = (scales, x_is_b, groups, *parts, stages, depth, "cuda")
+    args = (of_all, n, outs, stagings, (x, y, full, empty), share, 1, False, 8, True, *tile)
+
+    def multiply(group: int) -> None:
+        call(group, *args)
+        warps._assembly("wait_group 0")  # the end of a program
+
+    calls = [lambda group=group: multiply(group) for group in range(groups)]
+    warps.stopped.clear()
+    together([lambda each=each: warps._begin((rank, 0, 1), each) for each in (load, *calls)])
+    of_whole = torch.cat(of_a) if scales != "tensor" else of_a[0]
+    right = dequantised(a, of_whole, scales, weight=False) @ dequantised(b, of_b, scales, weight=True).t()
+    out = flat.reshape(world, rows, n)[:, :shard].reshape(-1, n)
+    np.testing.assert_allclose(out, right.numpy(), rtol=2e-3, atol=2e-2)
+
+
+class Quiet:
+    """A barrier that does not count bytes."""
+
+    def come(self, _arrivals: int, _more: int) -> None:
+        pass
 
 
 def _late_reader(text: str, *_: object, **__: object) -> int:

@@ -16,6 +16,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from triton.runtime.jit import JITFunction
 
 PATIENCE_S = 60.0
@@ -29,7 +30,11 @@ stopped = threading.Event()
 class Array(np.ndarray):
     """A tensor in registers."""
 
+    type = SimpleNamespace(layout=None)
+
     def to(self, dtype: Any) -> Any:
+        if isinstance(dtype, np.ndarray):  # an address in this memory
+            return Pointer(dtype, self // dtype.itemsize)
         return self.astype(dtype).view(Array)
 
 
@@ -42,6 +47,9 @@ class Pointer:
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.at + offset)
+
+    def to(self, _: Any) -> Any:
+        return np.asarray(self.at * self.memory.itemsize).view(Array)
 
 
 class Barrier:
@@ -83,12 +91,29 @@ class Shared:
         self.memory[...] = block
 
 
+class Codes(Shared):
+    """A block of words of 16 bits as twice as many codes of e4m3."""
+
+    NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+
+    def __init__(self, words: np.ndarray) -> None:
+        self.words, self.shape = words, (len(words), 2 * words.shape[1])
+
+    @property
+    def memory(self) -> np.ndarray:  # type: ignore[override]
+        return self.NUMBERS[self.words.view(np.uint8)]
+
+    def permute(self, sides: tuple[int, ...]) -> Any:
+        return SimpleNamespace(of=self, sides=sides)
+
+
 class View:
     """A TMA descriptor of boxes of a tensor: zeros come from outside of it, and nothing is stored there."""
 
     def __init__(self, tensor: np.ndarray, box: tuple[int, ...]) -> None:
         self.tensor, self.box, self.dtype = tensor, box, tensor.dtype
         self.layout = SimpleNamespace(swizzle_byte_width=128, element_bitwidth=16)
+        self.block_shape = box
 
     def inside(self, at: Iterable[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """The slices of a box that lie inside the tensor: in the tensor and in the box."""
@@ -135,11 +160,12 @@ def _assembly(text: str, *_: Any, **__: Any) -> int:
     return 0
 
 
-def _product(x: Shared, y: Shared, total: np.ndarray, is_async: bool) -> np.ndarray:
+def _product(x: Shared, y: Any, total: np.ndarray, is_async: bool, use_acc: bool = True) -> np.ndarray:
     assert is_async
 
     def add() -> None:
-        total[...] += x.memory.astype(np.float32) @ y.memory.astype(np.float32)
+        other = y.of.memory.transpose(y.sides) if hasattr(y, "of") else y.memory
+        total[...] = use_acc * total + x.memory.astype(np.float32) @ other.astype(np.float32)
 
     here.products.append(add)
     return total
@@ -244,7 +270,8 @@ def _arrive(barrier: Barrier, pred: Any = True) -> None:
 
 gluon_language = SimpleNamespace(
     program_id=lambda _: here.program, num_programs=lambda _: here.programs, static_range=range, static_assert=_nothing,
-    cdiv=lambda a, b: -(-a // b), cast=lambda value, _: int(value), where=np.where,
+    cdiv=lambda a, b: -(-a // b), cast=lambda value, _: int(value), where=lambda *args: np.where(*args).view(Array),
+    minimum=min, convert_layout=lambda block, _: block, float8e4nv="codes",
     float32=np.float32, int64=np.int64, int32=np.int32,
     zeros=lambda shape, dtype, _: np.zeros(shape, dtype).view(Array), load=_load, store=_store,
     arange=lambda first, end, layout: np.arange(first, end).view(Array),  # noqa: ARG005
@@ -257,7 +284,9 @@ FAKES: dict[str, Any] = {
     "tma": SimpleNamespace(store_wait=_store_wait),
     "warpgroup_mma": _product, "warpgroup_mma_wait": _products_wait, "fence_async_shared": _nothing, "settle": _nothing,
     "load_block": _load_block, "store_block": _store_block, "wait_first": _wait_first,
-    "reinterpret": lambda block, _, shape, __: Shared(block.memory.reshape(shape)),
+    "reinterpret": lambda block, dtype, shape, _: (
+        Codes(block.memory) if dtype == "codes" else Shared(block.memory.reshape(shape))
+    ),
     "flag_address": lambda flags, index, bases, rank, peer: (flags, index, peer),  # noqa: ARG005
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ variants hand out nothing either: they have no inbox.
 
 from __future__ import annotations
 
+from copy import copy as duplicate
 from typing import Any
 
 import triton
@@ -20,6 +21,8 @@ from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.tiles import element_alignment
 from autotax.kernels.primitives import EPOCH, copy
 from autotax.operators.all_gather_gemm import operator
+from autotax.operators.inputs import DTYPES
+from autotax.operators.scaled import as_words
 
 COPY_ELEMENTS = 8192
 
@@ -78,6 +81,24 @@ def keeps_gathered(kernel: Any) -> bool:
     if kernel.problem.shard == "k":
         return left_in(kernel) == "whole" or (left_in(kernel) == "inboxes" and kernel.whole)
     return bool(left_in(kernel))
+
+
+def gathered_codes(kernel: Any, a: Tensor, scales_a: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns A [m, k] in e4m3 and its scales as the last call, of `a`, has gathered them, perhaps in workspaces. Not for scales of
+    blocks.
+    """
+    if not hasattr(kernel, "gathered_scales"):
+        codes: tuple[Tensor, Tensor] = kernel.gathered_codes(a, scales_a)
+        return codes
+    by_words = duplicate(kernel)
+    by_words.problem = as_words(kernel.problem)
+    whole = gathered(by_words, a.view(DTYPES[kernel.problem.result]), own=False)
+    return whole.view(a.dtype), kernel.gathered_scales(scales_a)
+
+
+def keeps_codes(kernel: Any) -> bool:
+    """Whether a kernel for e4m3 can return the gathered A of its last call."""
+    return hasattr(kernel, "gathered_codes") or hasattr(kernel, "gathered_scales")
 
 
 def gathered(kernel: Any, a: Tensor, *, own: bool) -> Tensor:

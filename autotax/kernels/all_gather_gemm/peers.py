@@ -14,6 +14,7 @@ from autotax.core.config import Config
 from autotax.kernels.all_gather_gemm.bsp import Bsp, ScaledBsp
 from autotax.kernels.all_gather_gemm.scaled_shards import Scaled
 from autotax.kernels.context import Context
+from autotax.kernels.deep_gemm import DeepGemm
 from autotax.kernels.iris_calls import COPIES, TILES, IrisCall
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.libraries import Nccl, group_name, keep_workspace, pipeline
@@ -144,6 +145,16 @@ class NcclFast(ScaledBsp):
 
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:  # noqa: ARG002
         super().__init__(problem, Config.of("bsp", product=FAST), context)
+
+
+class NcclDeepGemm(ScaledBsp):
+    """The baseline with DeepGEMM's product."""
+
+    product: Any
+
+    def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:  # noqa: ARG002
+        super().__init__(problem, Config.of("bsp", product=LIBRARY), context)
+        self.product = DeepGemm(context)
 
 
 class ScaledProductAlone(ScaledBsp):

@@ -15,8 +15,9 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
 from autotax.kernels.context import Context
+from autotax.kernels.deep_gemm import DeepGemm
 from autotax.kernels.gemm_reduce_scatter.bsp import Bsp
-from autotax.kernels.gemm_reduce_scatter.scaled_sums import Scaled
+from autotax.kernels.gemm_reduce_scatter.scaled_sums import Multiplying, Scaled
 from autotax.kernels.iris_calls import TILES, IrisCall, IrisSum
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.libraries import Nccl, group_name, keep_workspace, pipeline, symmetric
@@ -234,6 +235,14 @@ class NcclFast(_OfLibrary, Bsp):
     """The baseline with the library's fast accumulation."""
 
     name = FAST
+
+
+class NcclDeepGemm(_OfLibrary, Bsp):
+    """The baseline with DeepGEMM's product."""
+
+    def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.context = Multiplying(context, DeepGemm(context))  # type: ignore[assignment]
 
 
 class TorchReduceScatterScaled(_OfLibrary, TorchReduceScatter):

@@ -13,6 +13,7 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
 from autotax.kernels.context import Context
+from autotax.kernels.deep_gemm import DeepGemm
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.scaled_product import ScaledProduct
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
@@ -44,7 +45,7 @@ class Factor(NamedTuple):
 class Multiplying:
     """The context of a plain kernel whose products have scales; everything else is the context's own."""
 
-    def __init__(self, context: Context, product: ScaledProduct) -> None:
+    def __init__(self, context: Context, product: ScaledProduct | DeepGemm) -> None:
         self._context, self._product = context, product
 
     def __getattr__(self, name: str) -> Any:

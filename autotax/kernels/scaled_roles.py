@@ -1,0 +1,134 @@
+"""Products of e4m3 for warp-specialized kernels: what differs from `all_gather_gemm.roles`. For Hopper, in Gluon.
+
+Two codes are a word of 16 bits. So all warps but the multiplying ones, and all boxes, buffers and flags, are those of
+the kernels for 16 bits, with half the columns of K. A multiplying group reads a strip of 64 words as 128 codes.
+
+Tensor cores add products of e4m3 with fewer bits than float32 has. So a group adds up the sum of each strip in float32,
+while the other group multiplies. With scales `block` it scales that sum first. Other scales are applied to the whole sum.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from autotax.kernels.all_gather_gemm.roles import BLOCK_K, X_ROWS, reinterpret
+
+CODES = gl.constexpr(2 * BLOCK_K)
+"""Codes of a strip, which share a scale with scales `block`."""
+MOST_TOGETHER = gl.constexpr(192)
+"""Most rows of Y whose parts are multiplied together. Sums and products of more would not fit in registers."""
+
+
+OVERLAPPING = {"launch_pdl": True}
+"""The option of a launch that may begin while the kernel before it ends. Such a kernel begins with `await_launch`."""
+
+
+@gluon.jit
+def await_launch():
+    """Waits until the kernel before this one has ended and its stores are visible."""
+    gl.inline_asm_elementwise("griddepcontrol.wait;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def codes_of(words, ROWS: gl.constexpr):
+    """A block of words [ROWS, 64] in shared memory as codes."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    return reinterpret(words, gl.float8e4nv, [ROWS, CODES], layout)
+
+
+@gluon.jit
+def product_of(mine, theirs, layout: gl.constexpr, ROWS: gl.constexpr):
+    """Issues the product of a strip of X and of a part of Y, whose sum begins at zero."""
+    none = gl.zeros([X_ROWS, ROWS], gl.float32, layout)
+    return warpgroup_mma(mine, codes_of(theirs, ROWS).permute((1, 0)), none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def added(total, part, of_a, of_b, SCALES: gl.constexpr, X_IS_B: gl.constexpr):
+    """total + part, with scales `block` times the scales of both."""
+    if SCALES == "block":
+        scale = of_a * of_b
+        part = part * (scale[None, :] if X_IS_B else scale[:, None])
+    return total + part
+
+
+@gluon.jit
+def multiply_tile(
+    GROUP: gl.constexpr, buffers, cols, turn, of_a, stride, of_b1, of_b2,
+    SCALES: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
+    DEPTH: gl.constexpr,
+):  # fmt: skip
+    """The float32 sums of a group's 64 rows of X with each part of Y; `cols` are words. See `roles.multiply_tiles`.
+
+    With scales `block`, `of_a` are the addresses of the first scales of the rows of A, `stride` the distance of the next ones,
+    `of_b1` and `of_b2` the addresses of the first scales of B, for two parts of Y. There is no third part then.
+    """
+    x, y, full, empty = buffers
+    layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, 32])
+    layout2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y2 if Y2 else Y1, 32])
+    layout3: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y3 if Y3 else Y1, 32])
+    one = gl.zeros([X_ROWS, Y1], gl.float32, layout1)
+    two = gl.zeros([X_ROWS, Y2 if Y2 else Y1], gl.float32, layout2)
+    three = gl.zeros([X_ROWS, Y3 if Y3 else Y1], gl.float32, layout3)
+    for at in range(0, cols, DEPTH * BLOCK_K):
+        stage = turn % STAGES
+        mbarrier.wait(full.index(stage), turn // STAGES & 1)
+        for strip in gl.static_range(DEPTH):
+            place = stage * DEPTH + strip
+            mine = codes_of(x.index(place * GROUPS + GROUP), X_ROWS)
+            first = product_of(mine, y[0].index(place), layout1, Y1)
+            if SCALES == "block":  # loaded while the product is computed
+                number = at // BLOCK_K + strip
+                scale = gl.load(of_a + number * stride, cache_modifier=".cg")
+                scale1 = gl.load(of_b1 + number)
+                scale2 = gl.load(of_b2 + number)
+            else:
+                scale, scale1, scale2 = 1.0, 1.0, 1.0
+            if Y1 + Y2 + Y3 > MOST_TOGETHER:
+                gl.static_assert(Y3 == 0)
+                first = warpgroup_mma_wait(num_outstanding=0, deps=(first,))
+                one = added(one, first, scale, scale1, SCALES, X_IS_B)
+                second = product_of(mine, y[1].index(place), layout2, Y2)
+                second = warpgroup_mma_wait(num_outstanding=0, deps=(second,))
+                mbarrier.arrive(empty.index(stage), pred=strip == DEPTH - 1)
+                two = added(two, second, scale, scale2, SCALES, X_IS_B)
+            elif Y3:
+                second = product_of(mine, y[1].index(place), layout2, Y2)
+                third = product_of(mine, y[2].index(place), layout3, Y3)
+                first, second, third = warpgroup_mma_wait(num_outstanding=0, deps=(first, second, third))
+                mbarrier.arrive(empty.index(stage), pred=strip == DEPTH - 1)
+                one += first
+                two += second
+                three += third
+            elif Y2:
+                second = product_of(mine, y[1].index(place), layout2, Y2)
+                first, second = warpgroup_mma_wait(num_outstanding=0, deps=(first, second))
+                mbarrier.arrive(empty.index(stage), pred=strip == DEPTH - 1)
+                one += first
+                two += second
+            else:
+                first = warpgroup_mma_wait(num_outstanding=0, deps=(first,))
+                mbarrier.arrive(empty.index(stage), pred=strip == DEPTH - 1)
+                one = added(one, first, scale, scale1, SCALES, X_IS_B)
+        turn += 1
+    return one, two, three, turn
+
+
+@gluon.jit
+def with_scales(total, of_a, inside, scales_b, col, n, SCALES: gl.constexpr, X_IS_B: gl.constexpr):
+    """A whole sum times the scales of a tensor or of rows. `of_a` are the addresses of the rows' scales, of which those `inside`
+    exist, in the layout of a side of any part. With scales `block` the sum has them already.
+    """
+    layout: gl.constexpr = total.type.layout
+    side: gl.constexpr = gl.SliceLayout(0 if X_IS_B else 1, layout)
+    other: gl.constexpr = gl.SliceLayout(1 if X_IS_B else 0, layout)
+    if SCALES != "block":
+        scale = gl.load(gl.convert_layout(of_a, side), mask=gl.convert_layout(inside, side), other=0.0, cache_modifier=".cg")
+        if SCALES == "tensor":
+            scale = scale * gl.load(scales_b)
+        total = total * (scale[None, :] if X_IS_B else scale[:, None])
+    if SCALES == "row":
+        c = col + gl.arange(0, total.shape[0 if X_IS_B else 1], layout=other)
+        scale_b = gl.load(scales_b + c, mask=c < n, other=0.0)
+        total = total * (scale_b[:, None] if X_IS_B else scale_b[None, :])
+    return total
