@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gpus", type=int, help="ranks; by default all GPUs")
     parser.add_argument("--seconds", type=float, default=540, help="begin no problem after which less than one's time is left")
-    parser.add_argument("--each", type=float, default=12, help="seconds of tuning for a problem")
+    parser.add_argument("--each", type=float, default=20, help="seconds of tuning for a problem")
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--soak", type=int, default=500)
     parser.add_argument("--only", type=lambda text: text.split(","), help="operators")
