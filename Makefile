@@ -21,9 +21,9 @@ SAMPLE := tests/kernels/test_decode_features.py tests/kernels/test_gemm_reduce_s
 tune: .venv/ready
 	$(BIN)/autotax tune
 
-# Three processes on two cores, for each waits for its ranks half of the time, and mypy beside them. What needs the whole machine
+# Four processes on two cores, for each waits for its ranks half of the time, and mypy beside them. What needs the whole machine
 # comes after them. It is named here as well, because listing all other tests takes as long as running it.
-SHARED := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+SHARED := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 NAMED := tests/gpu tests/nn/test_on_gpus.py tests/fleet/test_ray.py tests/fleet/test_slurm.py tests/test_unattended.py
 test: chosen := and not volume
 test test-all: .venv/ready

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.test_architectures import LLAMA_70B
+from tests.volume import volume
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,7 +52,7 @@ def test_the_first_kernel_of_an_author(tmp_path: Path, section: str) -> None:
         assert follow(tmp_path, listed).returncode == 0
 
 
-@pytest.mark.parametrize("page", ["docs/vllm.md", "docs/sglang.md"])
+@pytest.mark.parametrize("page", ["docs/vllm.md", *volume("docs/sglang.md")])
 def test_what_the_server_of_a_model_developer_will_ask_for(tmp_path: Path, page: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     planned, tuned = commands(page, "Tune")

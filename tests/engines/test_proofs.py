@@ -29,6 +29,7 @@ def stale(path: Path) -> str:
     return keep_stale_winner(path, MERGED, usual(MERGED, "gather"))
 
 
+@pytest.mark.volume
 def test_vllm_proves_by_default_what_its_layers_meet_and_does_it_once(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
     db = stale(tmp_path / "a.db")
     (lines, begun, sums), (others, none, _) = ranks.run(checks.vllm_proving, db, "7", False)

@@ -13,6 +13,7 @@ import pytest
 from autotax.engines import watch
 from autotax.torch.status import count_of, forget_counts
 from tests.cli.conftest import Run, db, run  # noqa: F401 - fixtures
+from tests.volume import volume
 
 SERVER = """
 import logging, sys, time
@@ -38,7 +39,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("kind", "line"),
     [
         ("calls", "12 of 15 calls of vLLM ran tuned kernels"),
-        ("silence", "0 calls: vLLM emitted no fused operator, so nothing is taken"),
+        *volume(("silence", "0 calls: vLLM emitted no fused operator, so nothing is taken")),
     ],
 )
 def test_a_server_publishes_its_counts_and_logs_a_line(tmp_path: Path, run: Run, kind: str, line: str) -> None:  # noqa: F811

@@ -21,6 +21,7 @@ from autotax.operators.registry import variant_digest
 from autotax.operators.verification import relative_error
 from autotax.runner.ranks import Ranks
 from autotax.testing import check_operator
+from tests.volume import volume
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 VARIANT = str(EXAMPLES / "own_variant/push_whole.py")
@@ -122,7 +123,7 @@ CALLABLES = {"triton_kernel": "triton", "local_kernel": "triton", "helion_kernel
 """Examples of one-off kernels, and the package that each needs."""
 
 
-@pytest.mark.parametrize("name", CALLABLES)
+@pytest.mark.parametrize("name", ["triton_kernel", *volume("local_kernel", "helion_kernel")])
 def test_functions_of_a_script_are_tuned_without_a_declaration(tmp_path: Path, name: str) -> None:
     pytest.importorskip(CALLABLES[name])
     if CALLABLES[name] == "helion" and not torch.cuda.is_available():

@@ -53,7 +53,8 @@ def in_jupyter(folder: Path) -> list[str]:
     return ["\n".join(data.get("text/plain", "") for data in each) for each in shown]
 
 
-@pytest.mark.parametrize("jupyter", [False, pytest.param(True, marks=pytest.mark.volume)], ids=["cells", "jupyter"])
+@pytest.mark.volume
+@pytest.mark.parametrize("jupyter", [False, True], ids=["cells", "jupyter"])
 def test_the_tour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jupyter: bool) -> None:
     for name in ("XDG_CACHE_HOME", "IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))

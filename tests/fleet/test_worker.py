@@ -161,6 +161,7 @@ def test_a_bench_that_is_gone_before_its_order_comes_is_told(url: str, monkeypat
     assert said.startswith("failed: the tuner exited with code 1: ") and "no_such_module" in said
 
 
+@pytest.mark.volume
 def test_the_bench_tunes_with_real_ranks_and_notes_the_host(desk: ClaimQueue, url: str) -> None:
     cpu = detect("cpu")
     problem = AllGatherGemm(16, 16, 32, "fp32", world_size=1)

@@ -76,7 +76,7 @@ def test_a_closed_heap_is_gone_without_a_collection(ranks: Ranks, fake: Fake) ->
     assert ranks.run(_close_without_a_collection, fake) == [0, 0]
 
 
-@pytest.mark.parametrize("target", ["hip:gfx942", *volume("hip:gfx950")])
+@pytest.mark.parametrize("target", volume("hip:gfx942", "hip:gfx950"))
 def test_our_signals_hold_beside_the_device_functions_of_iris(tmp_path: Path, target: str) -> None:
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # the compiler may end its process
         listing = pool.submit(_compile_beside_iris, Fake("rocm", fake_gpus.build(tmp_path, "rocm")), target).result()

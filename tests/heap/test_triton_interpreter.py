@@ -26,6 +26,7 @@ PATCHED += [(interpreter.interpreter_builder, "options"), (tl.core.block_type, "
 PATCHED += [(tl.core, "_unwrap_if_constexpr"), (tl.core.dtype, "__eq__"), (TritonSemantic, "binary_op_type_checking_impl")]
 
 
+@pytest.mark.volume
 def test_computes_the_same_with_less_work() -> None:
     command, interpreting = [sys.executable, "-m", "tests.interpreted"], os.environ | {"TRITON_INTERPRET": "1"}
     ran = subprocess.run(command, cwd=ROOT, env=interpreting, capture_output=True, text=True, check=True)

@@ -102,6 +102,7 @@ def _assembly(target: str) -> str:
         return _sending.warmup(*words, grid=(1,), num_warps=4).asm["amdgcn"]
 
 
+@pytest.mark.volume
 def test_amd_is_asked_for_the_die_and_knows_the_count_before_it_writes_back() -> None:
     with compilers(1) as pool:
         listings = list(pool.map(_assembly, AMD))

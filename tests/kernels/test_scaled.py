@@ -6,6 +6,7 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ SIZES = (21, 96, 256)
 """Ranks do not divide the rows, so there is padding."""
 QUANTIZE = {scales: way for way, scales in SCALES_OF.items()}
 LAYOUTS = ("row", "block", "tensor")
+TARGETED = [("row", "cuda:90"), ("tensor", "cuda:90"), *product(LAYOUTS, ["hip:gfx942"])]
 
 
 def problems(scales: str, world: int = WORLD, sizes: tuple[int, int, int] = SIZES) -> list[Any]:
@@ -131,8 +133,7 @@ def test_tiles_are_right_as_their_transpose(scales: str) -> None:
             assert max(map(max, found)) <= TOLERANCE[problem.out_dtype], product
 
 
-@pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942"])
-@pytest.mark.parametrize("scales", LAYOUTS)
+@pytest.mark.parametrize(("scales", "target"), [("block", "cuda:90"), *volume(*TARGETED)])
 def test_kernels_compile(scales: str, target: str) -> None:
     hardware = known_hardware(target)
     for sizes in ((64, 7168, 8192), (1024, 8192, 7168)):

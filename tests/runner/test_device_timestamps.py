@@ -98,6 +98,7 @@ def stamped(folder: Path, *arguments: str) -> tuple[set[str], set[str]]:
     return set(functions), set(roles)
 
 
+@pytest.mark.volume
 def test_kernels_of_both_languages_are_stamped_and_assembled(tmp_path: Path) -> None:
     functions, roles = stamped(tmp_path, "all-gather-gemm", "push", "push_specialized")
     assert functions >= {"", "push_shard", "wait_rows", "wait_first", "tell_all"}

@@ -58,6 +58,7 @@ def test_what_is_expected_is_in_the_cache_when_it_is_ready(ahead: CompileAhead, 
     assert sorted(cache.iterdir()) == before, "nothing is compiled twice"
 
 
+@pytest.mark.volume
 def test_what_comes_later_is_given_to_idle_compilers_only(ahead: CompileAhead, cache: Path) -> None:
     space = space_for(GEMM, H200)
     first, second = space.default("push"), space.default("pull")

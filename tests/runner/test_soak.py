@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from autotax.core.conditions import ON_CPU
 from autotax.operators.problems import FlashDecode
 from autotax.runner import Candidate, Effort, LiveRunner
@@ -36,6 +38,7 @@ def test_interpreted_kernels_are_soaked_with_ragged_lengths(runner: LiveRunner) 
     assert measurement.conditions["soak"] == 12
 
 
+@pytest.mark.volume
 def test_a_soak_may_take_longer_than_the_deadline_as_long_as_it_goes_on(runner: LiveRunner) -> None:
     started = time.monotonic()
     (slow,) = measure(runner, "dawdles", effort=Effort(samples=4, seconds=0.05, soak=290))

@@ -29,6 +29,7 @@ def test_no_framework_takes_more_than_five_lines(section: str, page: str) -> Non
     assert 0 < len([line for line in lines_of(section, page).splitlines() if line.strip()]) <= 5
 
 
+@pytest.mark.volume
 def test_the_lines_for_torch_serve_a_compiled_model(ranks: Ranks) -> None:
     for told, emitted in ranks.run(documented.compiled, lines_of("Torch's fused operators"), timeout=100):
         products = ["all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter"]
