@@ -1,9 +1,9 @@
 """Whether a serving engine has promised results that do not depend on the rest of the batch.
 
-In such a mode row-parallel layers run one config for all numbers of tokens, if a winner keeps the bits of a token. Other
-winners are chosen by the number of tokens, so the engine keeps its own functions there. An engine may enter the mode after its
-plugins are registered, so layers and calls ask as well. All ranks of an engine must be in the same mode. This module
-imports no engine: it reads variables of the environment and modules that the engine has imported.
+In such a mode the engine keeps its own functions. With AUTOTAX_BATCH_INVARIANT=1 row-parallel layers run one config for all
+numbers of tokens, if a winner keeps the bits of a token; other winners are chosen by the number of tokens. An engine may enter
+the mode after its plugins are registered, so layers and calls ask as well. All ranks of an engine must be in the same mode. This
+module imports no engine: it reads variables of the environment and modules that the engine has imported.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Mode:
         if cause and self._engine not in _said:
             _said.add(self._engine)
             log.warning(
-                "autotax runs row-parallel layers of %s with one config for all numbers of tokens where a winner allows it, and "
-                "leaves the rest as it is: %s asks for results that no batch changes", self._engine, cause,
+                "autotax leaves %s as it is, but for row-parallel layers with AUTOTAX_BATCH_INVARIANT=1, which run one config "
+                "for all numbers of tokens: %s asks for results that no batch changes", self._engine, cause,
             )  # fmt: skip
         return bool(cause)
 

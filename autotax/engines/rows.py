@@ -121,8 +121,8 @@ def scaled_row(
             return None
 
         def product(of: Tensor) -> Tensor:
-            found: Tensor = here.quant_method.apply(here, of, bias=None)
-            return found
+            part: Tensor = here.quant_method.apply(here, of, bias=None)
+            return part
 
         if collective == scaled.ALL_REDUCE:
             total: Tensor = group.all_reduce(product(x))

@@ -4,7 +4,7 @@ With --enable-layernorm-sp, SGLang calls torch's fused operators: `autotax.torch
 throw the gathered input away but let torch return it; here they do not. Row-parallel layers that sum over the ranks fuse
 the sum with their product where a winner is faster. Merges of decode context parallelism use winners by number of tokens.
 
-In SGLang's deterministic mode row-parallel layers run one config for all numbers of tokens, and the rest is SGLang's own: see
+In SGLang's deterministic mode row-parallel layers may run one config for all numbers of tokens, and the rest is SGLang's own: see
 autotax.engines.batch_invariance.
 
 The drop-ins for `sglang/srt/layers/dcp/comm.py` have the same names, signatures and results. They take O [tokens, heads,

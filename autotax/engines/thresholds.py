@@ -17,6 +17,7 @@ from autotax import __version__
 from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
+from autotax.core.settings import is_on
 from autotax.db import lookup
 from autotax.db.index import bucket, buckets_up_to
 from autotax.db.shipped import sources
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from autotax.heap.world import World
 
 Ranges = list[tuple[int, int]]
+IN_INVARIANT_MODE = "AUTOTAX_BATCH_INVARIANT"
+"""Without it an engine in batch-invariant mode runs its own functions: its bits may be compared with those of other runs."""
 MOST_TOKENS, MOST_MERGED, MOST_NORMED = 65536, 1024, 8192
 _remembered: WeakKeyDictionary[Any, dict[Hashable, Ranges]] = WeakKeyDictionary()
 log = logging.getLogger("autotax")
@@ -72,10 +75,12 @@ def token_ranges(
 
 
 def kept_bits(n: int, k: int, dtype: str, ranks: int, name: str, world: World) -> bool:
-    """Whether all ranks have a winner of a row-parallel layer that keeps the bits of a token. Collective."""
+    """Whether all ranks have a winner of a row-parallel layer that keeps the bits of a token, and are asked to use it in the
+    engine's batch-invariant mode. Collective.
+    """
     try:
         answer = lookup.invariant(GemmReduceScatter(MOST_TOKENS, n, k, dtype, "replicated", ranks))
-        ranges = [(1, MOST_TOKENS)] if answer.from_problem is not None else []
+        ranges = [(1, MOST_TOKENS)] if is_on(IN_INVARIANT_MODE) and answer.from_problem is not None else []
     except UsageError:
         ranges = []
     return bool(agreed(ranges, f"{name} in batch-invariant mode", world))

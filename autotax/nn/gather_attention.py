@@ -226,8 +226,8 @@ def _backward(
     sizes, nothing = (None, None, q.shape[2], keys, 0.0, causal), lse.new_zeros(2, dtype=torch.int64)
     aten = torch.ops.aten
     if library == "cudnn":
-        given = nothing[0], nothing[1], None, *sizes
-        gradients = aten._scaled_dot_product_cudnn_attention_backward(d_o, q, k, v, o, lse[..., None], *given)
+        options = nothing[0], nothing[1], None, *sizes
+        gradients = aten._scaled_dot_product_cudnn_attention_backward(d_o, q, k, v, o, lse[..., None], *options)
     elif library == "flash":
         gradients = aten._scaled_dot_product_flash_attention_backward(d_o, q, k, v, o, lse, *sizes, nothing, nothing[0])
     else:

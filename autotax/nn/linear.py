@@ -489,7 +489,7 @@ class LinearAllReduce(RowParallelLinear):
     def _measured(self, norm: AllReduceNorm) -> dict[int, bool]:
         if self._world is None:
             return {}
-        found = {}
+        ways = {}
         timed = partial(least_microseconds, self._world, self._device)
         made, self._whole = self._whole, {}
         weight = self.weight.detach().new_ones(self._features[1])
@@ -507,11 +507,11 @@ class LinearAllReduce(RowParallelLinear):
                 us.append(timed(lambda: self.normed(x, weight, residual, scale)))  # noqa: B023
                 self._whole = {}
             slowest = [max(times) for times in zip(*self._world.gather(us, list[float]), strict=True)]
-            found[rows] = slowest[0] <= slowest[1]
+            ways[rows] = slowest[0] <= slowest[1]
             if slowest.index(min(slowest)) == 2:
                 faster[rows] = made[rows]
         self._whole = faster
-        return found
+        return ways
 
     def _operators(self, requested: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Any]:
         """Also makes the kernels of product, sum and norm that were tuned. Collective."""

@@ -251,12 +251,12 @@ class AllReduceNorm(Module):
             if not (entry and all(_fits(tensor, entry[1].get(name), self._ordinal) for name, tensor in read.items())):
                 read, entry = self._checked(read, results)
             call, _, written = entry
-            brought = [(name, given) for name, given in results.items() if given is not None]
-            for name, given in brought:
+            brought = [(name, result) for name, result in results.items() if result is not None]
+            for name, result in brought:
                 if name not in written:
                     raise UsageError(f"{name} is given; this module has no such result: leave it out")
-                if not _fits(given, written[name], self._ordinal):
-                    require_tensor(name, given, *written[name], self._device)
+                if not _fits(result, written[name], self._ordinal):
+                    require_tensor(name, result, *written[name], self._device)
             if brought and not in_place:
                 _require_apart(read, brought)
             filled = {
@@ -266,7 +266,7 @@ class AllReduceNorm(Module):
         except RuntimeError as error:
             return self.run(*resolved(error, **read, **results), in_place=in_place)
         if brought:
-            increment_version(tuple(given for _, given in brought))
+            increment_version(tuple(result for _, result in brought))
         with self._guards[0]:
             call(*in_order(**read, **filled))
         return tuple(filled.values())  # type: ignore[arg-type]

@@ -103,8 +103,8 @@ class AllReduceNorm(Problem):
 
     def brief(self) -> str:
         """`m 16 x 8192`"""
-        usual = {"k": 0, "residual": "added", "quant": "none", "offset": 0, "dtype": "bf16"}
-        unusual = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
+        defaults = {"k": 0, "residual": "added", "quant": "none", "offset": 0, "dtype": "bf16"}
+        unusual = {name: getattr(self, name) for name, value in defaults.items() if getattr(self, name) != value}
         return f"m {self.m} x {self.hidden}" + "".join(f", {name} {value}" for name, value in unusual.items())
 
 

@@ -329,7 +329,7 @@ def bsp(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
     """The baseline has no parameters, but for e4m3 its product."""
     if problem.dtype != "e4m3":
         return VariantSpace("bsp", seeds=(Config("bsp"),))
-    seeds = tuple(Config.of("bsp", each) for each in scaled.choices(problem, problem.m, hardware)[:3])
+    seeds = tuple(Config.of("bsp", choice) for choice in scaled.choices(problem, problem.m, hardware)[:3])
     return VariantSpace("bsp", scaled.parameters(problem, problem.m, hardware), (scaled.whole(),), seeds)
 
 
@@ -359,7 +359,7 @@ def scaled_packets(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace |
     if problem.dtype != "e4m3" or problem.m > MOST_ROWS:
         return None
     warm: tuple[Value, ...] = (0, 8, 16, 32) if hardware.backend == "cuda" else (0,)
-    usual = warm[min(2, len(warm) - 1)]
+    middle = warm[min(2, len(warm) - 1)]
     products = scaled.choices(problem, problem.m, hardware, library=False)
     most: tuple[Value, ...] = (1, 2) if hardware.backend == "cuda" else (1,)
     together = Constraint(
@@ -368,10 +368,10 @@ def scaled_packets(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace |
         "programs that wait for each other do not fit on the processors together",
     )
     parameters = scaled.parameters(problem, problem.m, hardware, library=False) | {"warm": warm, "per_processor": most}
-    found = VariantSpace("scaled_packets", parameters, (together,))
-    ways = itertools.product(products[:4], most, (0, usual))
-    seeds = [Config.of("scaled_packets", each, warm=size, per_processor=count) for each, count, size in ways]
-    return replace(found, seeds=tuple(seed for seed in dict.fromkeys(seeds) if found.why_not(seed) is None))
+    space = VariantSpace("scaled_packets", parameters, (together,))
+    ways = itertools.product(products[:4], most, (0, middle))
+    seeds = [Config.of("scaled_packets", choice, warm=size, per_processor=count) for choice, count, size in ways]
+    return replace(space, seeds=tuple(seed for seed in dict.fromkeys(seeds) if space.why_not(seed) is None))
 
 
 def copy_engine(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
@@ -684,7 +684,7 @@ def _specialized(
     if variant != "push_specialized":  # no search has said yet which tiles are fast: different ones come first
         firsts = {(value["block_m"], value["block_n"]): value for value in reversed(values)}
         values.sort(key=lambda value: firsts[value["block_m"], value["block_n"]] is not value)
-    return VariantSpace(variant, parameters, constraints, tuple(Config.of(variant, each) for each in values))
+    return VariantSpace(variant, parameters, constraints, tuple(Config.of(variant, value) for value in values))
 
 
 def _push_specialized_seeds(

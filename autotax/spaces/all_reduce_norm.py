@@ -148,7 +148,7 @@ def _room(problem: AllReduceNorm, hardware: Hardware) -> Constraint:
 
 
 def _nearest(allowed: tuple[Value, ...], value: int) -> Value:
-    return min(allowed, key=lambda each: abs(int(each) - value))
+    return min(allowed, key=lambda choice: abs(int(choice) - value))
 
 
 def _resident(problem: AllReduceNorm, hardware: Hardware) -> list[tuple[int, int]]:

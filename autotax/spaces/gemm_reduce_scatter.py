@@ -169,7 +169,7 @@ def bsp(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
     """The baseline has no parameters, but for e4m3 its product."""
     if problem.dtype != "e4m3":
         return VariantSpace("bsp", seeds=(Config("bsp"),))
-    seeds = tuple(Config.of("bsp", each) for each in scaled.choices(problem, problem.m, hardware)[:3])
+    seeds = tuple(Config.of("bsp", choice) for choice in scaled.choices(problem, problem.m, hardware)[:3])
     return VariantSpace("bsp", scaled.parameters(problem, problem.m, hardware), (scaled.whole(),), seeds)
 
 
@@ -177,12 +177,12 @@ def scaled_decomposed(problem: GemmReduceScatter, hardware: Hardware) -> Variant
     """Products of e4m3 with the sums of `decomposed`."""
     if problem.dtype != "e4m3":
         return None
-    usual = _decomposed(problem, hardware)
+    plain = _decomposed(problem, hardware)
     products = scaled.choices(problem, problem.m, hardware)
-    ways = [*usual.seeds[-2:], *usual.seeds[:-2]]
+    ways = [*plain.seeds[-2:], *plain.seeds[:-2]]
     seeds = [Config.of("scaled_decomposed", seed.values | products[at]) for at in (0, min(1, len(products) - 1)) for seed in ways]
-    parameters = usual.parameters | scaled.parameters(problem, problem.m, hardware)
-    return VariantSpace("scaled_decomposed", parameters, (*usual.constraints, scaled.whole()), tuple(dict.fromkeys(seeds)))
+    parameters = plain.parameters | scaled.parameters(problem, problem.m, hardware)
+    return VariantSpace("scaled_decomposed", parameters, (*plain.constraints, scaled.whole()), tuple(dict.fromkeys(seeds)))
 
 
 def scaled_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
@@ -193,12 +193,13 @@ def scaled_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace
     shots: tuple[Value, ...] = ("one", "two") if problem.output == "replicated" and problem.world_size > 1 else ("one",)
     payload: tuple[Value, ...] = (problem.result, "fp32")
     sent = (problem.world_size - 1) * problem.m * problem.n * 4
-    usual = shots if sent <= ONE_SHOT_BYTES else shots[::-1]
-    found = scaled.parameters(problem, rows, hardware, library=False)
-    found["product"] = tuple(name for name in found["product"] if int(str(name).split("x")[1]) <= 128)
-    products = [each for each in scaled.choices(problem, rows, hardware, library=False) if each["product"] in found["product"]]
-    seeds = [Config.of("scaled_words", each, payload=payload[0], shots=shot) for shot in usual for each in products[:4]]
-    return VariantSpace("scaled_words", found | {"payload": payload, "shots": shots}, seeds=tuple(seeds))
+    ordered = shots if sent <= ONE_SHOT_BYTES else shots[::-1]
+    parameters = scaled.parameters(problem, rows, hardware, library=False)
+    parameters["product"] = tuple(name for name in parameters["product"] if int(str(name).split("x")[1]) <= 128)
+    choices = scaled.choices(problem, rows, hardware, library=False)
+    products = [choice for choice in choices if choice["product"] in parameters["product"]]
+    seeds = [Config.of("scaled_words", choice, payload=payload[0], shots=shot) for shot in ordered for choice in products[:4]]
+    return VariantSpace("scaled_words", parameters | {"payload": payload, "shots": shots}, seeds=tuple(seeds))
 
 
 def decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
@@ -246,9 +247,9 @@ def scaled_two_kernel(problem: GemmReduceScatter, hardware: Hardware) -> Variant
     """Products of e4m3 with the sums of `two_kernel`."""
     if problem.dtype != "e4m3":
         return None
-    usual, products = _two_kernel(hardware), scaled.choices(problem, problem.m, hardware)
-    seeds = [Config.of("scaled_two_kernel", seed.values | each) for seed in usual.seeds[:2] for each in products[:4]]
-    parameters = usual.parameters | scaled.parameters(problem, problem.m, hardware)
+    plain, products = _two_kernel(hardware), scaled.choices(problem, problem.m, hardware)
+    seeds = [Config.of("scaled_two_kernel", seed.values | product) for seed in plain.seeds[:2] for product in products[:4]]
+    parameters = plain.parameters | scaled.parameters(problem, problem.m, hardware)
     return VariantSpace("scaled_two_kernel", parameters, (scaled.whole(),), tuple(dict.fromkeys(seeds)))
 
 

@@ -32,8 +32,8 @@ BLOCKS_OF_ONE_SCALE = (64, 128)
 def heights(rows: int, hardware: Hardware) -> list[int]:
     """Rows of tiles for so many rows of A, the most usual first."""
     table = _table(hardware)
-    usual = max(size for size in table if size <= max(min(table), power_of_two(rows)))
-    return [size for size in (usual, usual // 2, 2 * usual) if size in table]
+    height = max(size for size in table if size <= max(min(table), power_of_two(rows)))
+    return [size for size in (height, height // 2, 2 * height) if size in table]
 
 
 def _table(hardware: Hardware) -> dict[int, tuple[tuple[int, int, int], ...]]:
@@ -80,9 +80,9 @@ def whole() -> Constraint:
 def choices(problem: Any, rows: int, hardware: Hardware, *, library: bool = True) -> list[dict[str, Value]]:
     """Products for seeds: each with the parts that occupy all processors, then Triton's with twice as many."""
     space = parameters(problem, rows, hardware, library=library)
-    found: list[dict[str, Value]] = []
+    choices_: list[dict[str, Value]] = []
     for factor in (1, 2):
         for name in space["product"]:
             splits = min(factor * splits_for(name, rows, problem.n, hardware), int(space["splits"][-1]))
-            found.append({"product": name, "splits": 1 if name == LIBRARY else splits})
-    return list({tuple(each.values()): each for each in found}.values())
+            choices_.append({"product": name, "splits": 1 if name == LIBRARY else splits})
+    return list({tuple(choice.values()): choice for choice in choices_}.values())

@@ -20,6 +20,7 @@ from autotax.core.config import Config
 from autotax.engines import batch_invariance
 from autotax.engines import sglang as sglang_plugin
 from autotax.engines import vllm as vllm_plugin
+from autotax.engines.thresholds import IN_INVARIANT_MODE
 from autotax.heap.world import World
 from autotax.runner.ranks import Ranks
 from autotax.torch import plans
@@ -51,6 +52,21 @@ SGLANG = {
 MODES = VLLM | SGLANG
 MOST = 64
 """Rows of the kernels; a call of more rows runs them twice."""
+
+
+def _ask(world: World, value: str | None) -> None:  # noqa: ARG001
+    if value is None:
+        os.environ.pop(IN_INVARIANT_MODE, None)
+    else:
+        os.environ[IN_INVARIANT_MODE] = value
+
+
+@pytest.fixture(autouse=True)
+def asked(ranks: Ranks) -> Iterator[None]:  # noqa: F811
+    """Winners serve in the engines' modes."""
+    ranks.run(_ask, "1")
+    yield
+    ranks.run(_ask, None)
 
 
 @contextmanager
@@ -171,7 +187,7 @@ def test_layers_keep_the_bits_of_a_token(ranks: Ranks, tmp_path: Path, engine: s
         assert sums == 0
         lines_of_mode = [line for line in logged if "no batch changes" in line]
         assert len(lines_of_mode) == 1, logged
-        assert lines_of_mode[0].startswith(f"autotax runs row-parallel layers of {engine} with one config")
+        assert lines_of_mode[0].startswith(f"autotax leaves {engine} as it is, but for row-parallel layers")
 
 
 @pytest.mark.parametrize(("engine", "name", "calls"), [("vLLM", "envs", 6), ("SGLang", "variable", 4)])
@@ -180,6 +196,11 @@ def test_layers_without_a_winner_that_keeps_bits_are_the_engines_own(
 ) -> None:
     path = database(tmp_path / "a.db", {reduced(16): usual(reduced(16), "decomposed"), reduced(64): Config("bsp")})
     assert [sums for sums, _ in ranks.run(layers_in, path, engine, name, "after")] == [calls] * 2
+
+
+def test_layers_are_the_engines_own_unless_they_are_asked_for(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    ranks.run(_ask, None)
+    assert [sums for sums, _ in ranks.run(layers_in, winners(tmp_path), "vLLM", "envs", "before")] == [6] * 2
 
 
 def test_merges_are_the_engines_own(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811

@@ -59,16 +59,16 @@ def exchange_scales(scales, bases, control, rank, epoch, WORLD: gl.constexpr, SC
         source = (rank + hop) % WORLD
         for first in range(gl.program_id(0) * THREADS, size, step):
             at = first + lanes
-            there = words + gl.cast((slot + source) * room, gl.int64) + at
-            found = gl.load(there, mask=at < size, other=number, volatile=True)
+            arriving = words + gl.cast((slot + source) * room, gl.int64) + at
+            word = gl.load(arriving, mask=at < size, other=number, volatile=True)
             polls = 0
-            while (gl.max((found >> 32 != epoch).to(gl.int32), 0) > 0) & (polls < limit):
-                found = gl.load(there, mask=at < size, other=number, volatile=True)
+            while (gl.max((word >> 32 != epoch).to(gl.int32), 0) > 0) & (polls < limit):
+                word = gl.load(arriving, mask=at < size, other=number, volatile=True)
                 polls += 1
             if polls == limit:
                 note_missing(control, source, 0, epoch, 0, TARGET)
                 limit = polls * 0 + 1  # later waits of the call give up soon
-            gl.store(dense + source * room + at, found.to(gl.int32).to(gl.float32, bitcast=True), mask=at < size)
+            gl.store(dense + source * room + at, word.to(gl.int32).to(gl.float32, bitcast=True), mask=at < size)
 
 
 @gluon.jit
@@ -160,13 +160,13 @@ def scaled_specialized_kernel(
     buffers, stagings = allocate(own, out1, 1, False, GROUPS, Y1, Y2, Y3, STAGES, 1)
     boxes = gl.allocate_shared_memory(own.dtype, [BOXES, X_ROWS, own.block_shape[1]], sent.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
-    there = gl.allocate_shared_memory(gl.int64, [K_GROUPS + 1, 1], mbarrier.MBarrierLayout())
+    arrivals = gl.allocate_shared_memory(gl.int64, [K_GROUPS + 1, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for at in gl.static_range(BOXES):
         mbarrier.init(arrived.index(at), count=1)
     mbarrier.init(taken, count=1)
     for group in gl.static_range(K_GROUPS + 1):
-        mbarrier.init(there.index(group), count=1)
+        mbarrier.init(arrivals.index(group), count=1)
     fence_async_shared()
     poll = (flags, received, control, epoch, chunks)
     load = (own, inbox, epoch)
@@ -176,8 +176,8 @@ def scaled_specialized_kernel(
         gl.warp_specialize(
             [
                 (exchange_and_multiply, (exchange, bases, epoch, of_all, n, out, stagings, buffers, share, WORLD, BY_WORDS, INTERLEAVED, GROUP_M, ACROSS, SCALES, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
-                (load_tiles, (load, b, buffers, there, taken, share, WORLD, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, False, GROUPS, Y1, Y2, Y3, STAGES)),
-                (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
+                (load_tiles, (load, b, buffers, arrivals, taken, share, WORLD, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, False, GROUPS, Y1, Y2, Y3, STAGES)),
+                (poll_tiles, (poll, arrivals, taken, share, WORLD, CHUNK, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
                 (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, BY_WORDS, K_GROUPS, BOXES, PACE, TARGET)),
             ],
             [1, 1, 1],
@@ -189,8 +189,8 @@ def scaled_specialized_kernel(
             [
                 (exchange_and_multiply, (exchange, bases, epoch, of_all, n, out, stagings, buffers, share, WORLD, BY_WORDS, INTERLEAVED, GROUP_M, ACROSS, SCALES, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
                 (multiply_scaled, (1, of_all, n, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, SCALES, False, GROUPS, Y1, Y2, Y3, STAGES, 1, TARGET)),
-                (load_tiles, (load, b, buffers, there, taken, share, WORLD, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, False, GROUPS, Y1, Y2, Y3, STAGES)),
-                (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
+                (load_tiles, (load, b, buffers, arrivals, taken, share, WORLD, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, False, GROUPS, Y1, Y2, Y3, STAGES)),
+                (poll_tiles, (poll, arrivals, taken, share, WORLD, CHUNK, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
                 (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, BY_WORDS, K_GROUPS, BOXES, PACE, TARGET)),
             ],
             [4, 1, 1, 1],

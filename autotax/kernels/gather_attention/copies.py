@@ -53,8 +53,8 @@ class CopiedKeys(Kernel[GatherAttention]):
         for part in self.problem.parts(peer):
             if part.source == rank:
                 keys = slice(*part.keys)
-                for there, shard in zip(context.heap.peer(landing, peer), (k, v), strict=True):
-                    context.copy(there[:, keys], shard[:, keys])
+                for target, shard in zip(context.heap.peer(landing, peer), (k, v), strict=True):
+                    context.copy(target[:, keys], shard[:, keys])
         context.copy(context.heap.peer(self.arrived[rank : rank + 1], peer), self.ticket)
 
     def changes_for(self, smaller: GatherAttention) -> dict[str, Any] | None:

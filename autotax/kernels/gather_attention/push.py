@@ -53,14 +53,14 @@ def send_keys(
         peer = (rank + hop) % WORLD
         sent = tokens_sent(rank, peer, tokens, CAUSAL, CHUNKS)
         pieces = tl.cdiv(sent, PIECE)
-        there = translate(landing, bases, rank, peer)
+        remote = translate(landing, bases, rank, peer)
         for unit in tl.range(tl.program_id(0), batch * pieces, COMM, num_stages=1):
             sequence = unit // pieces
             token = unit % pieces * PIECE
             at = (sequence * tokens + token).to(tl.int64) * width
             elements = tl.minimum(PIECE, sent - token) * width
-            copy(there + at, k + at, 0, elements, COPY_ELEMENTS, ALIGNED)
-            copy(there + size + at, v + at, 0, elements, COPY_ELEMENTS, ALIGNED)
+            copy(remote + at, k + at, 0, elements, COPY_ELEMENTS, ALIGNED)
+            copy(remote + size + at, v + at, 0, elements, COPY_ELEMENTS, ALIGNED)
             flag = (rank * batch + sequence) * groups + token // GROUP
             signal(flag_address(flags, flag, bases, rank, peer), 1, TARGET, "sys")
 

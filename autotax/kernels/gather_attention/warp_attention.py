@@ -75,7 +75,7 @@ def load_tiles(
     items, rank, tokens, batch, q_heads, kv_heads = share
     turn = 0
     tile = 0
-    known = 0  # bits of the ranks of which all parts that this rank sees have arrived
+    complete = 0  # bits of the ranks of which all parts that this rank sees have arrived
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         of_head, first, own, _every = tile_at(item, rank, tokens, batch, q_heads, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, BLOCK_N)
         sequence = of_head // q_heads
@@ -93,7 +93,7 @@ def load_tiles(
         for hop in range(1, WORLD):
             source = (rank + WORLD - hop) % WORLD
             blocks = tokens_seen(source, rank, first, tokens, CAUSAL, CHUNKS) // BLOCK_N
-            waits = known >> source & 1 == 0
+            waits = complete >> source & 1 == 0
             landed = (slot * WORLD + source) * batch * tokens
             for block in range(blocks):
                 row = base + block * BLOCK_N
@@ -108,7 +108,7 @@ def load_tiles(
                     load_turn(inbox_k, inbox_v, row, row + batch * tokens, col, buffers, turn, STAGES, BLOCK_N, HEAD_DIM)
                 turn += 1
             if (blocks > 0) & (batch == 1):
-                known |= 1 << source
+                complete |= 1 << source
         tile += 1  # noqa: SIM113
 
 
