@@ -143,7 +143,7 @@ def _places(error: BaseException) -> Iterator[tuple[str, int]]:
 
 
 def _in_kernel(error: BaseException) -> tuple[str, int] | None:
-    """File and line of an error of Triton's compiler, which knows its line from the `def` on, and no file."""
+    """File and line of an error of Triton's compiler. Triton counts lines from the `def` on and names no file."""
     source, line = getattr(error, "src", None), getattr(getattr(error, "node", None), "lineno", None)
     if not isinstance(source, str) or not isinstance(line, int):
         return None

@@ -49,7 +49,7 @@ class IrisCall(Kernel[P]):
 
     @abstractmethod
     def shapes(self, problem: P) -> dict[str, Sequence[int]]:
-        """The shapes of `rooms`, which have the problem's dtype, by name."""
+        """The shapes of `rooms` by name. All have the problem's dtype."""
 
     def workspace_elements(self, problem: P) -> int:  # noqa: ARG002
         """The most elements of a workspace that the operator allocates for one setting."""

@@ -170,7 +170,7 @@ operator.roofline = f"{_SPACES}:base_us"
 
 
 def _uncut(_: GemmReduceScatter, config: Config) -> bool:
-    """Whether every tile is computed by one program. Which tiles are cut depends on their number, and so on the rows."""
+    """Whether every tile is computed by one program. The number of rows decides how many tiles there are and which are cut."""
     return config.values.get("splits", 1) == 1
 
 

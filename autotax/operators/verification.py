@@ -32,7 +32,7 @@ class Expected:
     allowed: float
     """The tolerance of this output."""
     more: tuple[Expected, ...] = ()
-    """What is expected of the further outputs of the call."""
+    """The same for the further outputs of the call."""
 
     @classmethod
     def of(

@@ -132,7 +132,7 @@ class RankPool:
 
         Kills the group and raises GroupLost when a rank ends, when its peers wait for a rank that raised, when all ranks are
         silent for `silence_s`, or after `total_s`. Kills it and raises TimeIsUp at the monotonic time `until`. Raises
-        MachineError when a rank met a full disk. An error of `meanwhile` kills the group and is raised again.
+        MachineError when a rank met a full disk. An error of `meanwhile` kills the group, then reaches the caller.
         """
         def send_then() -> None:
             for rank in self.ranks:

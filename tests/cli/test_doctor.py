@@ -150,7 +150,7 @@ def test_a_report_holds_nothing_private(run: Run, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("NCCL_PROTO", f"$({secret})")
     monkeypatch.setenv("GPU_MAX_HW_QUEUES", "8")
     monkeypatch.setattr(platform, "node", lambda: f"{secret}.example")
-    error = f"in {tmp_path}/someone/x and /home/{secret}/y.py on {secret}.example: /root/z, /rooting"
+    error = f"in {tmp_path}/someone/x and {Path('/') / 'home' / secret}/y.py on {secret}.example: /root/z, /rooting"
     monkeypatch.setattr(field_report, "_trials", lambda *_: ([{"variant": "bsp", "error": error}], None))
     monkeypatch.setattr(field_report, "_heap", lambda _: {"proved": True})
     file = tmp_path / "report.json"

@@ -151,7 +151,7 @@ class NormKernel(Kernel[AllReduceNorm]):
     """
 
     products: Tensor
-    """Where the product is stored, [m, hidden]."""
+    """The stored product, [m, hidden]."""
 
     @property
     def in_place(self) -> bool:

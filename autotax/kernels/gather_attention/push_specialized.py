@@ -1,7 +1,7 @@
 """push_specialized: one kernel on two ranks. In every program one warp sends, one loads, eight attend (see `warp_attention`).
 
 Waits: the loading warp waits for the flags of the keys and of the values of each chunk of tokens that its queries see, hence for
-the sending warps of all programs of the peer. Those never wait for a peer, and all programs are resident.
+the sending warps of all programs of the peer. Sending warps never wait for a peer, and all programs are resident.
 
 Each rank sends all its tokens, in boxes of 64 x 64. The inboxes have two slots, chosen by the parity of the epoch. A rank writes a
 slot again two calls later. In the call in between it has taken keys of the peer, which were sent after the peer had finished the
