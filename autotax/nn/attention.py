@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
@@ -34,9 +34,11 @@ from autotax.nn.fallback import PlainDecode
 from autotax.nn.groups import on_device
 from autotax.nn.tensor_checks import (
     FREED,
+    IN_OPS,
     PLAIN,
     VECTOR_BYTES,
-    Accepted,
+    alike,
+    never,
     ordinal_of,
     plain,
     recorded,
@@ -51,12 +53,14 @@ from autotax.operators.inputs import EIGHT_BITS
 
 Call = Callable[..., Any]
 MORE = "kv_starts", "kv_scales", "sinks"
-Known = tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...], Accepted, Accepted, bool]
+Known = tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...], list[Callable[..., bool]], bool]
 """The call for shapes of q, the cache and the block table, the shapes of kv_lens and of the result, and for the checks of a call:
 
-the bytes of q, K, kv_lens, the block table and the result, the inputs and results that calls accept as they are, and whether
-calls bring any of MORE.
+the bytes of q, K, kv_lens and the block table, and the negative ones of the result; tests for the latest tensors that passed all
+checks, and for the latest of another kind (see Accepted): each of eager calls without and with `out`, and of calls of torch.ops
+without and with it; and whether calls bring any of MORE.
 """
+NO_CALL: Known = nothing, (), (), (0,) * 5, [never] * 8, False
 
 
 class FlashDecode(Module):
@@ -87,6 +91,7 @@ class FlashDecode(Module):
 
     _calls: dict[tuple[int, int], Call]
     _known: dict[tuple[torch.Size, ...], Known]
+    _latest: Known
     _made: dict[int, list[Any]]
     _most: Shape
     _plain: PlainDecode
@@ -131,6 +136,7 @@ class FlashDecode(Module):
         return super()._blank() | {
             "_calls": {},
             "_known": {},
+            "_latest": NO_CALL,
             "_made": {},
             "_most": None,
             "_plain": None,
@@ -245,90 +251,112 @@ class FlashDecode(Module):
         Enqueues on the current stream of the module's device; every rank must make the same calls in the same order, one at a
         time. Raises UsageError for what is not allowed, before anything is enqueued.
         """
-        if is_compiling():
+        if is_dynamo_compiling():
             return self._traced(q, k_shard, v_shard, kv_lens, block_table, out, kv_starts, kv_scales, sinks)
-        if is_grad_enabled() and recorded(q, k_shard, v_shard, out, sinks):
-            return self._record(q, k_shard, v_shard, kv_lens, block_table, out)
+        return self.run(q, k_shard, v_shard, kv_lens, block_table, out, kv_starts, kv_scales, sinks)
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Tensor,
+        table: Tensor | None = None,
+        out: Tensor | None = None,
+        starts: Tensor | None = None,
+        scales: Tensor | None = None,
+        sinks: Tensor | None = None,
+        kind: int = 0,
+    ) -> Tensor:
+        """The body of `forward`; for the operators of torch.ops, whose calls are of `kind` IN_OPS."""
+        if is_grad_enabled() and recorded(q, k, v, out, sinks):
+            return self._record(q, k, v, lengths, table, out)
         if forward_ad._current_level >= 0:
-            require_no_tangent(q, k_shard, v_shard, out)
+            require_no_tangent(q, k, v, out)
         state = self.__dict__  # access to an attribute of a torch.nn.Module costs more than the check itself
         calls, index, check = state["_guards"]
         if index is not None and groups.current_device() != index:
             with on_device(index):
-                options = {"kv_starts": kv_starts, "kv_scales": kv_scales, "sinks": sinks}
-                return self.forward(q, k_shard, v_shard, kv_lens, block_table, out, **options)
-        if check:
+                return self.run(q, k, v, lengths, table, out, starts, scales, sinks, kind)
+        if check and not is_compiling():
             # Not a lambda: closure variables would slow every call down.
-            tensors = q, k_shard, v_shard, kv_lens, block_table, out, kv_starts, kv_scales, sinks
-            self._compare(partial(self._described, *tensors))
+            self._compare(partial(self._described, q, k, v, lengths, table, out, starts, scales, sinks))
         try:
-            cache = k_shard.shape
-            # One expression accepts almost every call. For the others `_checked` finds the fault, or adds a kind of tensors.
-            entry = state["_known"].get((q.shape, cache) if block_table is None else (q.shape, cache, block_table.shape))
-            if not (
-                entry
-                and q.__class__ is k_shard.__class__ is v_shard.__class__ is kv_lens.__class__ is Tensor
-                and (start := q.data_ptr()) > FREED < (k_start := k_shard.data_ptr())
-                and (v_start := v_shard.data_ptr()) > FREED < (lengths_start := kv_lens.data_ptr())
+            # The latest call's guard compares all that `_checked` does, addresses excepted, and costs less than a look at shapes.
+            entry = state["_latest"]
+            _, counts, shape, sizes, kinds, brings = entry
+            tensors: tuple[Tensor, ...]
+            accepted = (
+                q.__class__ is k.__class__ is v.__class__ is lengths.__class__ is Tensor
+                and (start := q.data_ptr()) > FREED < (k_start := k.data_ptr())
+                and (v_start := v.data_ptr()) > FREED < (lengths_start := lengths.data_ptr())
                 and not (start | k_start | v_start | lengths_start) % VECTOR_BYTES
-                and not (v_shard.is_nested or kv_lens.is_nested)
+                and not (q.is_nested or k.is_nested or v.is_nested or lengths.is_nested)
                 and (
-                    (kinds := entry[4]).first(q, k_shard, v_shard, kv_lens) or kinds.second(q, k_shard, v_shard, kv_lens)
-                    if block_table is None
-                    else block_table.__class__ is Tensor
-                    and (table_start := block_table.data_ptr()) > FREED
-                    and not table_start % VECTOR_BYTES
-                    and (
-                        (kinds := entry[4]).first(q, k_shard, v_shard, kv_lens, block_table)
-                        or kinds.second(q, k_shard, v_shard, kv_lens, block_table)
+                    table is None
+                    or (
+                        table.__class__ is Tensor
+                        and (table_start := table.data_ptr()) > FREED
+                        and not table_start % VECTOR_BYTES
+                        and not table.is_nested
                     )
                 )
-            ):
-                q, k_shard, v_shard, kv_lens, block_table, entry = self._checked(q, k_shard, v_shard, kv_lens, block_table, out)
-                start, k_start, v_start, lengths_start = q.data_ptr(), k_shard.data_ptr(), v_shard.data_ptr(), kv_lens.data_ptr()
-                table_start = 0 if block_table is None else block_table.data_ptr()
+            )
+            if out is None:
+                tensors = (q, k, v, lengths) if table is None else (q, k, v, lengths, table)
+            else:
+                kind += 1
+                tensors = (q, k, v, lengths, out) if table is None else (q, k, v, lengths, table, out)
+                if accepted:
+                    size, cache_size, lengths_size, table_size, before = sizes
+                    accepted = (
+                        out.__class__ is Tensor
+                        and (out_start := out.data_ptr()) > FREED
+                        and not out_start % VECTOR_BYTES
+                        and not out.is_nested
+                        and not before < out_start - start < size
+                        and not before < out_start - k_start < cache_size
+                        and not before < out_start - v_start < cache_size
+                        and not before < out_start - lengths_start < lengths_size
+                        and (table is None or not before < out_start - table_start < table_size)
+                    )
+            if not (accepted and (kinds[kind](*tensors) or kinds[kind + 4](*tensors))):
+                earlier = state["_known"].get((q.shape, k.shape) if table is None else (q.shape, k.shape, table.shape), entry)
+                if kind < IN_OPS and is_compiling():  # torch.export without Dynamo gives fake tensors
+                    return self._traced(q, k, v, lengths, table, out, starts, scales, sinks)
+                if earlier is not entry:  # the shapes of another call than the latest
+                    state["_latest"] = earlier
+                    return self.run(q, k, v, lengths, table, out, starts, scales, sinks, kind & IN_OPS)
+                q, k, v, lengths, table, entry = self._checked(q, k, v, lengths, table, out, kind)
+                _, counts, shape, _, _, brings = entry
                 calls = state["_guards"][0]  # of the group, which the call may have changed by preparing the module
-            call, _, shape, sizes, _, kinds, brings = entry
             more: tuple[Tensor, ...] = ()
-            if brings or kv_starts is not None or kv_scales is not None or sinks is not None:
-                more = self._checked_more(entry[1], kv_starts, kv_scales, sinks)
+            if brings or starts is not None or scales is not None or sinks is not None:
+                more = self._checked_more(counts, starts, scales, sinks)
             if out is None:
                 out = q.new_empty(*shape)
             else:
-                size, cache_size, lengths_size, table_size, out_size = sizes
-                if not (
-                    out.__class__ is Tensor
-                    and (out_start := out.data_ptr()) > FREED
-                    and not out_start % VECTOR_BYTES
-                    and not out.is_nested
-                    and (kinds.first(out) or kinds.second(out))
-                    and not -out_size < out_start - start < size
-                    and not -out_size < out_start - k_start < cache_size
-                    and not -out_size < out_start - v_start < cache_size
-                    and not -out_size < out_start - lengths_start < lengths_size
-                    and (block_table is None or not -out_size < out_start - table_start < table_size)
-                ):
-                    require_tensor("out", out, shape, q.dtype, q.device)
-                    require_apart("out", out, q=q, k_shard=k_shard, v_shard=v_shard, kv_lens=kv_lens, block_table=block_table)
-                    kinds.add(out)
                 if more:
                     require_apart("out", out, **dict(zip(compress(MORE, self._brings), more, strict=True)))
                 increment_version((out,))
         except RuntimeError as error:
-            inputs = {"q": q, "k_shard": k_shard, "v_shard": v_shard, "kv_lens": kv_lens, "block_table": block_table, "out": out}
-            options = {"kv_starts": kv_starts, "kv_scales": kv_scales, "sinks": sinks}
-            q, k_shard, v_shard, kv_lens, block_table, out, *more_tensors = resolved(error, **inputs, **options)
-            options = dict(zip(options, more_tensors, strict=True))
-            return self.forward(q, k_shard, v_shard, kv_lens, block_table, out, **options)
-        if calls.inside.setdefault(0, here := get_ident()) != here:
+            inputs = {"q": q, "k_shard": k, "v_shard": v, "kv_lens": lengths, "block_table": table, "out": out}
+            q, k, v, lengths, table, out, starts, scales, sinks = resolved(
+                error, **inputs, kv_starts=starts, kv_scales=scales, sinks=sinks
+            )
+            return self.run(q, k, v, lengths, table, out, starts, scales, sinks, kind & IN_OPS)
+        here = get_ident()
+        if calls.thread and calls.thread != here:
             raise calls.overlap()
+        calls.thread = here
+        call = entry[0]
         try:
-            if block_table is None:
-                call(q, k_shard, v_shard, kv_lens, *more, out)
+            if table is None:
+                call(q, k, v, lengths, *more, out)
             else:
-                call(q, k_shard, v_shard, kv_lens, block_table, *more, out)
+                call(q, k, v, lengths, table, *more, out)
         finally:
-            calls.inside.clear()
+            calls.thread = 0
         return out
 
     def _traced(
@@ -412,7 +440,7 @@ class FlashDecode(Module):
         return f"{what} {q.dtype} {list(q.shape)} of digest {hashlib.sha256(data).hexdigest()[:16]}"
 
     def _checked(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, out: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, out: Tensor | None, kind: int = 0
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Known]:
         """Converts the tensors for kernels, and remembers the call for all later tensors of these shapes.
 
@@ -447,11 +475,13 @@ class FlashDecode(Module):
         entry = self._known.get(shapes)
         if not entry:
             call = (self._calls.get((batch, tokens)) or self._choose(batch, tokens)) if batch else nothing
-            sizes = q.nbytes, k.nbytes, lengths.nbytes, 0 if table is None else table.nbytes, math.prod(made) * dtype.itemsize
-            entry = remember(self._known, shapes, (call, counts, made, sizes, Accepted(), Accepted(), any(self._brings)))
+            sizes = q.nbytes, k.nbytes, lengths.nbytes, 0 if table is None else table.nbytes, -math.prod(made) * dtype.itemsize
+            entry = remember(self._known, shapes, (call, counts, made, sizes, [never] * 8, any(self._brings)))
+        vars(self)["_latest"] = entry
         tensors = q, k, v, lengths, table
         if all(map(is_, tensors, originals)):
-            entry[4].add(*(tensor for tensor in tensors if tensor is not None))
+            tests = entry[4]
+            tests[kind], tests[kind + 4] = alike(*(tensor for tensor in (*tensors, out) if tensor is not None)), tests[kind]
         return q, k, v, lengths, table, entry
 
     def _choose(self, batch: int, tokens: int) -> Call:
@@ -477,6 +507,7 @@ class FlashDecode(Module):
         return remember(self._calls, (batch, tokens), call)
 
     def _forget(self) -> None:
+        self._latest = NO_CALL
         self._known.clear()
         self._calls.clear()
         self._made.clear()

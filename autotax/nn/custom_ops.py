@@ -24,7 +24,7 @@ from torch import Tensor
 from autotax.core.errors import UsageError
 from autotax.nn.base import module_of
 from autotax.nn.fallback import reduce_scatter
-from autotax.nn.tensor_checks import recorded
+from autotax.nn.tensor_checks import IN_OPS, recorded
 
 library = torch.library.Library("autotax", "FRAGMENT")
 # Kernels need contiguous tensors: a compiler must pass tensors with the layouts of the trace.
@@ -63,7 +63,7 @@ def _flash_decode(
 ) -> Tensor:
     """`more` are starts, scales and sinks."""
     starts, scales, sinks = more or (None, None, None)
-    result: Tensor = module_of(module).forward(q, k, v, kv_lens, table, kv_starts=starts, kv_scales=scales, sinks=sinks)
+    result: Tensor = module_of(module).run(q, k, v, kv_lens, table, None, starts, scales, sinks, IN_OPS)
     return result
 
 
@@ -71,7 +71,7 @@ def _flash_decode_out(
     q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, out: Tensor, module: int, table: Tensor | None = None, *more: Tensor | None
 ) -> None:
     starts, scales, sinks = more or (None, None, None)
-    module_of(module).forward(q, k, v, kv_lens, table, out, kv_starts=starts, kv_scales=scales, sinks=sinks)
+    module_of(module).run(q, k, v, kv_lens, table, out, starts, scales, sinks, IN_OPS)
 
 
 def _decode_merge(

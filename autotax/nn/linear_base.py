@@ -391,15 +391,17 @@ class ParallelLinear(Module):
         except RuntimeError as error:
             tensors = resolved(error, x=x, weight=weight, out=out, bias=bias, residual=residual)
             return self.run(*tensors)
-        if calls.inside.setdefault(0, here := get_ident()) != here:
+        here = get_ident()
+        if calls.thread and calls.thread != here:
             raise calls.overlap()
+        calls.thread = here
         try:
             if bias is None and residual is None:
                 call(x, weight, out)
             else:
                 self._call_and_add(call, x, weight, out, bias, residual)
         finally:
-            calls.inside.clear()
+            calls.thread = 0
         return out
 
     def _call_and_add(

@@ -262,15 +262,17 @@ class DecodeMerge(Module):
             rows = {"seq_lens": seq_lens, "query_start_loc": query_start_loc}
             return self.run(*resolved(error, o=o, lse=lse, out=out, merged_lse=merged, **rows), requested=requested)
         lse = lse if lse.dim() == 2 else lse.view(tokens, lse.shape[-1])
-        if calls.inside.setdefault(0, here := get_ident()) != here:
+        here = get_ident()
+        if calls.thread and calls.thread != here:
             raise calls.overlap()
+        calls.thread = here
         try:
             if held is None:
                 call(o, lse, merged, out)
             else:
                 call(o, lse, merged, out, held)
         finally:
-            calls.inside.clear()
+            calls.thread = 0
         return out, merged
 
     def _held(self, seq_lens: Tensor | None, query_start_loc: Tensor | None) -> tuple[Tensor, Tensor]:

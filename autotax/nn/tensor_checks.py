@@ -27,6 +27,8 @@ PLAIN = (Tensor, Parameter)
 """Classes whose tensors have exactly the values in their memory."""
 FREED = 1 << 33
 """A tensor whose storage was freed begins at its offset, below this address. Such an address needs a further check."""
+IN_OPS = 2
+"""Marks calls within torch.ops: their dispatch keys differ from those of eager calls, so FlashDecode keeps tests for both."""
 WRITTEN = "out", "merged_lse", "residual_out", "scales_out"
 """Names of tensors that calls write."""
 NO_TANGENTS = "a tensor has a tangent of forward-mode differentiation, which has no rule here: give unpack_dual(tensor).primal"
@@ -214,14 +216,14 @@ class Accepted:
     __slots__ = ("first", "second")
 
     def __init__(self) -> None:
-        self.first: Callable[..., bool] = _never
-        self.second: Callable[..., bool] = _never
+        self.first: Callable[..., bool] = never
+        self.second: Callable[..., bool] = never
 
     def add(self, *tensors: Tensor) -> None:
         self.first, self.second = alike(*tensors), self.first
 
 
-def _never(*_: Tensor) -> bool:
+def never(*_: Tensor) -> bool:
     return False
 
 

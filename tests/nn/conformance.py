@@ -394,7 +394,8 @@ def device_guard(subject: Subject) -> None:
 
         called(module, *subject.inputs())
         for key, (call, *rest) in list(module._known.items()):
-            module._known[key] = (lambda *given, call=call: during.append(current[0]) or call(*given), *rest)
+            entry = lambda *given, call=call: during.append(current[0]) or call(*given), *rest
+            module._known[key] = module._latest = entry
         module._guards = module._calls_of_group, 1, False
         with mock.patch.object(groups, "current_device", lambda: current[0]), mock.patch("torch.cuda.device", device):
             subject.is_right(module)

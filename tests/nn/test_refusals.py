@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from autotax.core.errors import UsageError
-from autotax.nn import AllGatherLinear, DecodeMerge, FlashDecode, LinearAllReduce, LinearReduceScatter, base
+from autotax.nn import AllGatherLinear, DecodeMerge, FlashDecode, LinearAllReduce, LinearReduceScatter, base, tensor_checks
 from tests.nn.checks import normal
 
 F32 = torch.float32
@@ -85,6 +85,22 @@ def test_sizes_that_never_come_again_do_not_fill_the_host(monkeypatch: pytest.Mo
         cache = torch.ones(2, 2, size, 16)
         assert attend(torch.ones(2, 4, 16), cache, cache, torch.full((2,), size, dtype=torch.int32)).shape == (2, 4, 16)
         assert max(map(len, (attend._known, attend._calls))) <= 4
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_calls_of_other_shapes_in_turn_pass_the_full_checks_once(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, both, checks = attention(page), (call_of(page), call_of(page)), []
+    both[1].update({name: both[1][name][:1].clone() for name in ("q", "out", "kv_lens", "block_table") if name in both[1]})
+    if not page:
+        both[1].update({name: both[1][name][:1].clone() for name in ("k_shard", "v_shard")})
+    monkeypatch.setattr(tensor_checks, "require_plain", lambda *given: checks.append(given))
+    for number in range(6):
+        call = both[number % 2]
+        call["out"].fill_(math.nan)
+        assert torch.equal(attend(**call), torch.ones(2 - number % 2, 4, 16))
+        assert attend(**{name: tensor for name, tensor in call.items() if name != "out"}).shape == call["q"].shape
+        assert bool(checks) is (number < 2), number
+        checks.clear()
 
 
 @pytest.mark.parametrize("kind", [AllGatherLinear, LinearReduceScatter, LinearAllReduce])
