@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from autotax.hardware import symmetric_heap
 from autotax.heap.base import Heap, HeapError
-from autotax.heap.collective_errors import agreed, by_rank
-from autotax.heap.world import RankTimeout, World
+from autotax.heap.world import RankTimeout, World, agreed, by_rank
 
 __all__ = ["Heap", "HeapError", "RankTimeout", "World", "open_heap"]
 
@@ -29,7 +28,7 @@ def open_heap(world: World, size: int) -> Heap:
 
             return SymmetricHeap(world, size)
         case "cpu":
-            from autotax.heap.shared_memory import SharedHeap
+            from autotax.heap.base import SharedHeap
 
             return SharedHeap(world, size)
     raise HeapError(f"there is no heap for the backend '{world.backend}'; it must be cuda, rocm or cpu")

@@ -8,44 +8,44 @@ from __future__ import annotations
 
 import hashlib
 import math
-from abc import ABC, abstractmethod
+import mmap
+import os
 from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
 
-from autotax.heap.world import World
+from autotax.heap.world import HeapError, World, together
 
 ALIGNMENT = 1024
 """Bytes; suits 16-byte vector access, TMA descriptors and every backend's pages."""
 
 
-class HeapError(RuntimeError):
-    """The heap is full, or its ranks made different allocations."""
-
-
-class Heap(ABC):
-    """One rank's handle on the slabs of all ranks.
-
-    Implementations provide `slab` (uint8 [size], this rank's memory), `bases` (int64 [world size], on the device: the
-    address at which THIS rank sees each rank's slab), `peer_slab` and `close`; the allocator is shared.
-    """
+class Heap:
+    """One rank's handle on the slabs of all ranks. Constructors of subclasses set the attributes below."""
 
     world: World
     slab: torch.Tensor
+    """uint8 [size]: this rank's memory."""
     bases: torch.Tensor
+    """int64 [world size], on the device: the address at which this rank sees each rank's slab."""
+    _slabs: list[torch.Tensor]
+    """The slabs of all ranks, as this rank's device can read and write them."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self._used = 0
         self._digest = hashlib.sha256()
 
-    @abstractmethod
     def peer_slab(self, rank: int) -> torch.Tensor:
-        """uint8 [size]: the slab of `rank` as this rank's device can read and write it."""
+        """uint8 [size]: the slab of `rank`."""
+        return self._slabs[rank]
 
-    @abstractmethod
     def close(self) -> None:
         """Gives the memory back; safe to call twice. No tensor of this heap may be used afterwards."""
+        self._slabs = []
+        self.slab, self.bases = self.slab.new_empty(0), self.bases.new_empty(0)
 
     @property
     def size(self) -> int:
@@ -107,3 +107,46 @@ class Heap(ABC):
     def barrier(self) -> None:
         """Waits for all ranks (bounded; raises RankTimeout naming the missing ones)."""
         self.world.barrier()
+
+
+# The heap of CPU ranks on one host: an anonymous memory file per rank that every rank maps.
+
+class SharedHeap(Heap):
+    """Maps the slab of every rank into this process, at addresses that differ from process to process.
+
+    The files have no name in any file system. The kernel frees each when the last process that maps it ends, even by a crash. A
+    slab is unmapped with the last tensor that views it, so a tensor kept by mistake cannot crash the process.
+    """
+
+    def __init__(self, world: World, size: int) -> None:
+        super().__init__(world)
+        with ExitStack() as on_exit:
+            with together(world, f"create slabs of {size} bytes in shared memory"):
+                fd = os.memfd_create("autotax-heap")
+                on_exit.callback(os.close, fd)
+                os.ftruncate(fd, size)
+            files = world.gather(_File(os.getpid(), fd, os.fstat(fd).st_ino), _File)
+            # The end of the block waits for all ranks, so no file is closed before every rank has mapped it.
+            with together(world, "map each other's slabs; CPU ranks must run as one user on one host"):
+                self._slabs = [_map(file, size) for file in files]
+        self.slab = self._slabs[world.rank]
+        self.bases = torch.tensor([slab.data_ptr() for slab in self._slabs], dtype=torch.int64)
+
+
+class _File(NamedTuple):
+    """The address of a memory file for other processes of this host. The inode proves that they opened the right file."""
+
+    pid: int
+    fd: int
+    inode: int
+
+
+def _map(file: _File, size: int) -> torch.Tensor:
+    """uint8 [size]: the memory of `file`, mapped for as long as a tensor views it."""
+    fd = os.open(f"/proc/{file.pid}/fd/{file.fd}", os.O_RDWR)
+    try:
+        if os.fstat(fd).st_ino != file.inode:
+            raise OSError(f"process {file.pid} is not a rank of this job")
+        return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+    finally:
+        os.close(fd)

@@ -16,8 +16,7 @@ import torch
 
 from autotax.core.problem import power_of_two
 from autotax.heap.base import Heap, HeapError
-from autotax.heap.collective_errors import agreed, apart, together
-from autotax.heap.world import World
+from autotax.heap.world import World, agreed, apart, together
 
 T = TypeVar("T")
 LEAST = 4 << 20
@@ -56,15 +55,10 @@ class IrisHeap(Heap):
         # The mappings of the peers' memory live as long as the context.
         self.context = context
 
-    def peer_slab(self, rank: int) -> torch.Tensor:
-        return self._slabs[rank]
-
     def close(self) -> None:
         # Iris frees nothing by itself. Its heap is freed with the last reference to it, and its parts refer to each other in
         # cycles.
-        self._slabs = []
-        self.slab = self.slab.new_empty(0)
-        self.bases = self.bases.new_empty(0)
+        super().close()
         if self.context is not None:
             self.context = None
             gc.collect()

@@ -13,8 +13,7 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 
 from autotax.heap.base import Heap
-from autotax.heap.collective_errors import agreed, together
-from autotax.heap.world import World
+from autotax.heap.world import World, agreed, together
 
 
 class SymmetricHeap(Heap):
@@ -36,14 +35,9 @@ class SymmetricHeap(Heap):
         # The mappings of the peers' memory live as long as the handle.
         self._handle: object = handle
 
-    def peer_slab(self, rank: int) -> torch.Tensor:
-        return self._slabs[rank]
-
     def close(self) -> None:
         self._handle = None
-        self._slabs = []
-        self.slab = self.slab.new_empty(0)
-        self.bases = self.bases.new_empty(0)
+        super().close()
 
 
 @contextmanager

@@ -22,8 +22,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
-from autotax.heap.collective_errors import all_or_none, together
-from autotax.heap.world import World
+from autotax.heap.world import World, all_or_none, together
 from autotax.nn import groups
 from autotax.nn.consensus import deployed_as, require_alike
 from autotax.nn.groups import GroupCalls, capturing, on_device

@@ -20,7 +20,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware, detect
-from autotax.heap.collective_errors import together
+from autotax.heap.world import together
 from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,

@@ -14,8 +14,8 @@ from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware, symmetric_heap
 from autotax.heap import Heap, HeapError, World, open_heap
-from autotax.heap.collective_errors import together
 from autotax.heap.triton_interpreter import CPU_POLLS_PER_S, patch_interpreter
+from autotax.heap.world import together
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel

@@ -43,7 +43,7 @@ READ_ON_IMPORT = *INTERPRETED, "HIP_VISIBLE_DEVICES", "GPU_MAX_HW_QUEUES"
 """Variables that libraries read when Triton and torch are imported: processes that differ in these cannot share a server. CUDA
 reads its variables at the first call; HIP was not tested.
 """
-PRELOADED = "autotax.heap.rendezvous", "autotax.kernels.offline", "autotax.runner.precompile", "autotax.runner.rank_worker"
+PRELOADED = "autotax.heap.world", "autotax.kernels.offline", "autotax.runner.precompile", "autotax.runner.rank_worker"
 """Modules whose `main` runs in forks, and modules whose import takes long."""
 NUMBER = struct.Struct("i")
 CREDENTIALS = struct.Struct("iII")
@@ -146,7 +146,7 @@ class ForkServer:
                 return _connected(address_of(shared, environment))
         if address not in self._servers:
             self._servers[address] = start(address, environment)
-            import autotax.heap.rendezvous  # noqa: F401 - torch, which this process needs, too, while the server imports it
+            import autotax.heap.world  # noqa: F401 - torch, which this process needs, too, while the server imports it
         return _connected(address)
 
 

@@ -104,7 +104,7 @@ class RankPool:
         for rank in range(self.world_size):
             self.ranks.append(_Rank(rank, self.server.child("autotax.runner.rank_worker", (), self._environment())))
 
-        from autotax.heap.rendezvous import Meeting  # only now: the fork server imports torch at the same time
+        from autotax.heap.world import Meeting  # only now: the fork server imports torch at the same time
 
         # A store remembers the group that used it: each group gets a new one.
         self._meeting = Meeting()

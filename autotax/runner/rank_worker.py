@@ -202,7 +202,7 @@ def serve(pipe: Connection) -> None:
     # The pool has set the environment variable that tells Triton whether to interpret kernels.
     from autotax.hardware import detect
     from autotax.heap import World
-    from autotax.heap.rendezvous import meet
+    from autotax.heap.world import meet
     from autotax.kernels.offline import fix_cache_keys
     from autotax.operators.registry import fingerprints, load
     from autotax.software import environment

@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from autotax.heap.rendezvous import Meeting, meet
 from autotax.heap.triton_interpreter import patch_interpreter
-from autotax.heap.world import World
+from autotax.heap.world import Meeting, World, meet
 from autotax.operators import load
 from autotax.runner.fork_server import INTERPRETED
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from autotax.core.errors import MachineError
-from autotax.heap.rendezvous import NAME, Meeting, meet
+from autotax.heap.world import NAME, Meeting, meet
 from autotax.runner import fork_server
 from tests.adversarial.stranger import NOBODY
 

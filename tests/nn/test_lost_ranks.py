@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from autotax.core.errors import MachineError, UsageError
-from autotax.heap.rendezvous import Meeting
+from autotax.heap.world import Meeting
 from autotax.nn import watchdog
 from autotax.nn.prepare import GPU_POLLS_PER_S, MOST_POLLS
 from autotax.nn.watchdog import MOST_WAIT_S, VARIABLE, Watchdog, wait_s
