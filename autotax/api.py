@@ -24,7 +24,6 @@ from autotax import runner as runners
 from autotax import tuner
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config, Value
-from autotax.core.frames import frame
 from autotax.core.problem import Problem
 from autotax.core.settings import as_deployed
 from autotax.db import Store, TrialRecord, shipped
@@ -36,6 +35,7 @@ from autotax.software import Environment, environment
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, Listener, Progress, Settings, Silence, Verdict
 from autotax.tuner.comparison import Choice, baseline_for, best_of, shown_variants, trials_here
+from autotax.tuner.progress import frame
 from autotax.tuner.tuning import TimeLimit
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from sqlalchemy import Engine, event
 
-from autotax.operators import declaration, loading, registry
+from autotax.operators import declaration, registry
 from autotax.runner import fork_server
 from autotax.runner.processes import environment_with
 
@@ -153,15 +153,15 @@ def _loads_of_a_test() -> Iterator[None]:
 
 
 def _forgetting() -> Iterator[None]:
-    known, loaded, places = dict(registry.operators()), dict(loading.digests), list(sys.path)
+    known, loaded, places = dict(registry.operators()), dict(registry.digests), list(sys.path)
     own = {name: (dict(operator.variants), dict(operator.peers)) for name, operator in known.items()}
     yield
-    for name in loading.digests.keys() - loaded.keys():  # otherwise a second load would not declare it again
+    for name in registry.digests.keys() - loaded.keys():  # otherwise a second load would not declare it again
         sys.modules.pop(Path(name).stem if name.endswith(".py") else name, None)
     sys.path[:] = places
     declaration.declared.clear()
     declaration.declared.update(known)
-    loading.digests.clear()
-    loading.digests.update(loaded)
+    registry.digests.clear()
+    registry.digests.update(loaded)
     for name, (variants, peers) in own.items():
         known[name].variants, known[name].peers = variants, peers

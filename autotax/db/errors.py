@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
 from autotax.core.errors import MachineError, UsageError
-from autotax.core.validation import Malformed
+from autotax.core.files import Malformed
 from autotax.db.url import VARIABLE, shown, without_secrets
 
 ELSEWHERE = f"give another --db or {VARIABLE}"

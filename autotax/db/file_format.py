@@ -16,8 +16,7 @@ from sqlalchemy import BigInteger, String
 
 from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError
-from autotax.core.files import write_whole
-from autotax.core.validation import (
+from autotax.core.files import (
     PLAIN,
     ConfigShape,
     Integer,
@@ -27,12 +26,13 @@ from autotax.core.validation import (
     SampleLists,
     Small,
     from_json,
-    problem_of,
     read_bytes,
+    write_whole,
 )
 from autotax.db.records import Entry, WinnerRecord
 from autotax.db.schema import Base, Digest, EnvironmentRow, HardwareRow, current_digest
 from autotax.hardware import BACKENDS, Hardware
+from autotax.operators.problem_files import problem_of
 from autotax.software import Environment
 
 

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.core.validation import ConfigShape, Malformed, Name
+from autotax.core.files import ConfigShape, Malformed, Name
 from autotax.db import row_mapping
 from autotax.db.records import Entry, TrialRecord, WinnerRecord, verdict
 from autotax.db.schema import RunRow, TrialRow, WinnerRow

@@ -13,11 +13,8 @@ import msgspec
 from sqlalchemy import Integer, Text, cast, select, type_coerce
 from sqlalchemy.orm import Session
 
-from autotax.core import validation
 from autotax.core.conditions import LONGEST_SKEW_US, MODES, Conditions
-from autotax.core.problem import Problem
-from autotax.core.settings import RUN_STATUSES, TRIAL_STATUSES
-from autotax.core.validation import (
+from autotax.core.files import (
     LARGEST,
     LONGEST_NAME,
     ConfigShape,
@@ -29,11 +26,14 @@ from autotax.core.validation import (
     converted,
     from_json,
 )
+from autotax.core.problem import Problem
+from autotax.core.settings import RUN_STATUSES, TRIAL_STATUSES
 from autotax.db import file_format
 from autotax.db.index import IndexedWinner
 from autotax.db.records import MissRecord, Place, RunRecord, TrialRecord, WinnerRecord
 from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
 from autotax.hardware import Hardware
+from autotax.operators import problem_files
 from autotax.software import Environment
 
 
@@ -121,7 +121,7 @@ def environment_of(row: EnvironmentRow) -> Environment:
 
 def problem_of(row: ProblemRow) -> Problem:
     """The problem of a row; its key must be the key of the row."""
-    problem = validation.problem_of(row.fields)
+    problem = problem_files.problem_of(row.fields)
     if problem.key != row.key:
         raise Malformed(f"a problem is under the key {str(row.key)[:LONGEST_NAME]!r}, which is not its own")
     return problem

@@ -24,8 +24,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
+from autotax.core.files import Malformed, reason
 from autotax.core.settings import RUN_STATUSES, TRIAL_STATUSES
-from autotax.core.validation import Malformed, reason
 from autotax.db.records import Samples
 
 CURRENT = {

@@ -41,13 +41,14 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from autotax.core.errors import MachineError, UsageError
+from autotax.core.files import Malformed, Name, Positive, converted, reason
 from autotax.core.settings import Settings
-from autotax.core.validation import Malformed, Name, Positive, converted, problem_of, reason
 from autotax.db import file_format
 from autotax.db.errors import opening
 from autotax.db.schema import PREFIX, ProblemRow, RunRow, TrialRow
 from autotax.db.url import resolve_url, shown, without_secrets
 from autotax.fleet.messages import PATIENCE_S, Claim, FleetJob, HostHello
+from autotax.operators.problem_files import problem_of
 from autotax.software import Environment
 
 # Tables of a fleet: its command, its hosts, its claims. Measurements go to the tables of `autotax.db`, which outlive the fleet.

@@ -20,8 +20,8 @@ from autotax.nn.consensus import configs_for, require_alike
 from autotax.nn.groups import capturing
 from autotax.nn.tensor_checks import plain, require_apart, require_no_tangent, require_tensor
 from autotax.operators import registry
-from autotax.operators.calls import make_inputs
 from autotax.operators.inputs import Call
+from autotax.operators.verification import make_inputs
 
 
 class Tuned(Module):

@@ -15,7 +15,6 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.core.settings import is_on
-from autotax.operators.loading import declared, load_entry_points
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -234,6 +233,11 @@ class Operator(Generic[P]):
             self.variants[name] = peer
         return peer
 
+    def peer_and_tuned(self, name: str, kernel: str, **more: Any) -> None:
+        """Declares an alternative, and the same one with configs of its own tuner: `NAME_tuned`, by the class `KERNELTuned`."""
+        self.peer(name, kernel, **more)
+        self.peer(f"{name}_tuned", f"{kernel}Tuned", **more)
+
     def _require_free(self, name: str, kernel: Named) -> None:
         taken = self.variants.get(name) or self.peers.get(name)
         if taken and taken.module != _place_of(kernel)[0]:
@@ -271,18 +275,6 @@ class Operator(Generic[P]):
     def part(self) -> Peer | None:
         """The part of the work that `compare` measures as a bound, if there is one."""
         return next((peer for peer in self.peers.values() if peer.part), None)
-
-    def implementation(self, name: str) -> Variant:
-        """The variant or peer of this name. Raises UsageError if there is none."""
-        implementation = self.variants.get(name) or self.peers.get(name)
-        if not implementation:  # an installed package may declare it
-            load_entry_points()
-            implementation = self.variants.get(name) or self.peers.get(name)
-        if not implementation:
-            raise UsageError(
-                f"variant is {name!r}; {self.name} has {', '.join(self.variants)}: name one of these, or --load its module"
-            )
-        return implementation
 
     def is_invariant(self, problem: P, config: Config) -> bool:
         """Whether rows of the output have the same bits for every number of rows up to that of the problem."""
@@ -330,6 +322,10 @@ class Operator(Generic[P]):
     def modules(self) -> Iterable[str]:
         """The modules of all kernels."""
         return dict.fromkeys(implementation.module for implementation in (*self.variants.values(), *self.peers.values()))
+
+
+declared: dict[str, Operator[Any]] = {}
+"""All operators declared so far, by name."""
 
 
 def _register(operator: Operator[Any]) -> None:

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from autotax.core.errors import UsageError
-from autotax.core.problem import Problem, ceil_div, choice, dtype, ranks, size
+from autotax.core.problem import Problem, ceil_div, choice, dtype, ranks, require_divided, require_grouped, size
 from autotax.operators.declaration import Operator, Rates, Step
 
 if TYPE_CHECKING:
@@ -83,21 +82,12 @@ class FlashDecode(Problem):
     op: ClassVar[str] = "flash-decode"
 
     def check(self) -> None:
-        """See Problem.check."""
-        if self.q_heads % self.kv_heads:
-            raise UsageError(
-                f"q_heads is {self.q_heads} and kv_heads {self.kv_heads}; q_heads must be a multiple of kv_heads: "
-                "give another --q-heads or --kv-heads"
-            )
-        if self.output == "head_scatter" and self.q_heads % self.world_size:
-            raise UsageError(
-                f"q_heads is {self.q_heads} on {self.world_size} ranks; with --output head_scatter it must be a multiple of the "
-                "world size: give another --q-heads or --world-size, or --output replicated"
-            )
+        require_grouped(self)
+        if self.output == "head_scatter":
+            require_divided(self, "q_heads", scattered=True)
 
     @property
     def nbytes(self) -> int:
-        """See Problem.nbytes."""
         tokens = self.pages * self.page or self.shard_len
         rows = self.batch * (self.q_heads + self.out_heads) * self.queries * self.item_size
         return (rows + 2 * self.batch * self.kv_heads * tokens * self.kv_item_size) * self.head_dim
@@ -161,12 +151,8 @@ class FlashDecode(Problem):
     def brief(self) -> str:
         """`B 1, 64/8 heads, KV 32K`"""
         length = f"{self.kv_len // 1024}K" if self.kv_len % 1024 == 0 else str(self.kv_len)
-        values = self.to_dict()
-        unusual: dict[str, object] = {name: values[name] for name in _UNUSUAL if name in values}  # fields with unusual values
-        unusual |= {"dim": self.head_dim} if self.head_dim != 128 else {}
-        unusual |= {"dtype": self.dtype} if self.dtype != "bf16" else {}
-        text = f"B {self.batch}, {self.q_heads}/{self.kv_heads} heads, KV {length}"
-        return text + "".join(f", {name} {value}" for name, value in unusual.items())
+        text = self.with_unusual(f"B {self.batch}, {self.q_heads}/{self.kv_heads} heads, KV {length}", *_UNUSUAL)
+        return self.with_unusual(text + (f", dim {self.head_dim}" if self.head_dim != 128 else ""), "dtype")
 
 
 operator = Operator(FlashDecode)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from autotax.core.errors import UsageError
-from autotax.core.problem import Problem, choice, dtype, ranks, size
+from autotax.core.problem import Problem, choice, dtype, ranks, require_grouped, size
 from autotax.hardware import links_us
 from autotax.operators.declaration import Operator, Rates
 
@@ -56,12 +56,7 @@ class GatherAttention(Problem):
     op: ClassVar[str] = "gather-attention"
 
     def check(self) -> None:
-        """See Problem.check."""
-        if self.q_heads % self.kv_heads:
-            raise UsageError(
-                f"q_heads is {self.q_heads} and kv_heads {self.kv_heads}; q_heads must be a multiple of kv_heads: "
-                "give another --q-heads or --kv-heads"
-            )
+        require_grouped(self)
         if self.head_dim % 8:
             raise UsageError(f"head_dim is {self.head_dim}; it must be a multiple of 8: give another --head-dim")
         if self.layout == "zigzag" and self.mask == "none":
@@ -118,7 +113,6 @@ class GatherAttention(Problem):
 
     @property
     def nbytes(self) -> int:
-        """See Problem.nbytes."""
         return 2 * self.batch * self.shard_len * (self.q_heads + self.kv_heads) * self.head_dim * self.item_size
 
     @property

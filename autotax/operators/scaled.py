@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from autotax.core.errors import UsageError
-from autotax.core.problem import WHOLE_TYPES, Problem, ceil_div, choice, dtype
+from autotax.core.problem import WHOLE_TYPES, ceil_div, choice, dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autotax.hardware import Hardware
-    from autotax.operators.inputs import Draw
+    from autotax.operators.inputs import Call, Draw
 
 GROUP = 128
 """Elements along K, and rows of B, that share a scale with scales `block`."""
@@ -39,7 +39,17 @@ SCALES_OF = {"row": "row", "block": "block", "static": "tensor"}
 """The scales of A that each way of quantising makes or takes."""
 
 
-USUAL = {"scales": "none", "result": "bf16", "quantize": "none", "operand": "e4m3"}
+_FIELDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "scales": (
+        "none, or with dtype e4m3: tensor, row or block (1 x 128 of A, 128 x 128 of B)", ("none", "tensor", "row", "block")
+    ),
+    "result": ("bf16 or fp16: the type of C with dtype e4m3", ("bf16", "fp16")),
+    "quantize": (
+        "none, row, block or static: how ranks quantise an A of the type of C, with dtype e4m3", ("none", "row", "block", "static")
+    ),
+    "operand": ("e4m3, or e5m2 for gradients: the type of A with dtype e4m3", ("e4m3", "e5m2")),
+}
+USUAL = {name: allowed[0] for name, (_, allowed) in _FIELDS.items()}
 """Fields of problems with other types than e4m3."""
 
 
@@ -48,36 +58,10 @@ def scaled_dtype() -> Any:
     return dtype(allowed=(*WHOLE_TYPES, "e4m3"))
 
 
-def scales_field() -> Any:
-    """The layout of the scales of A and B."""
-    return choice(
-        "none, or with dtype e4m3: tensor, row or block (1 x 128 of A, 128 x 128 of B)",
-        ("none", "tensor", "row", "block"),
-        default="none",
-        unnamed=True,
-    )
-
-
-def result_field() -> Any:
-    """The type of C where A and B are e4m3."""
-    return choice("bf16 or fp16: the type of C with dtype e4m3", ("bf16", "fp16"), default="bf16", unnamed=True)
-
-
-def quantize_field() -> Any:
-    """How ranks quantise an A of the type of C."""
-    return choice(
-        "none, row, block or static: how ranks quantise an A of the type of C, with dtype e4m3",
-        ("none", "row", "block", "static"),
-        default="none",
-        unnamed=True,
-    )
-
-
-def operand_field() -> Any:
-    """The type of A where B is e4m3."""
-    return choice(
-        "e4m3, or e5m2 for gradients: the type of A with dtype e4m3", ("e4m3", "e5m2"), default="e4m3", unnamed=True
-    )
+def scaled_field(name: str) -> Any:
+    """A field of problems whose matrices may be e4m3."""
+    meaning, allowed = _FIELDS[name]
+    return choice(meaning, allowed, default=allowed[0], unnamed=True)
 
 
 def check(problem: Any) -> None:
@@ -177,6 +161,18 @@ def draw_wide(problem: Any, draw: Draw, rows: int, tensor: int) -> tuple[Tensor,
     return a, torch.full((1,), STATIC, dtype=torch.float32, device=draw.device)
 
 
+def draw_call(problem: Any, draw: Draw, rows: int, out_rows: int, tensor: int, *, shared: bool) -> Call:
+    """A with so many rows, B, the scales of A and the scales of B. An A that is to be quantised has scales only if `static`."""
+    from autotax.operators.inputs import DTYPES, Call
+
+    b, scales_b = draw_operand(problem, draw, problem.n, tensor + 1, weight=True)
+    if problem.quantize == "none":
+        a, *of_a = draw_operand(problem, draw, rows, tensor, weight=False, shared=shared)
+    else:
+        a, *of_a = draw_wide(problem, draw, rows, tensor)
+    return Call((a, b, *of_a, scales_b), replace(draw, dtype=DTYPES[problem.result]).empty(out_rows, problem.n))
+
+
 def numbers_of_a(problem: Any, tensors: Sequence[Tensor]) -> Tensor:
     """The float32 numbers that the A of a call stands for, quantised if the problem says so. `tensors` are those of the call."""
     a, scales = tensors[0], tensors[2]
@@ -274,12 +270,12 @@ def quantised(values: Tensor, scales: Tensor, quantize: str) -> Tensor:
     return parts.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
+def has_fast_product(problem: Any, hardware: Hardware) -> bool:
+    """Whether torch's products of e4m3 apply, which take no scales of blocks."""
+    return hardware.backend == "cuda" and problem.scales in ("tensor", "row")
+
+
 def has_deep_gemm(problem: Any, hardware: Hardware) -> bool:
     """Whether DeepGEMM is installed and multiplies this problem's matrices."""
     fits = (problem.scales, problem.result, hardware.target) == ("block", "bf16", "cuda:90")
     return fits and find_spec("deep_gemm") is not None
-
-
-def brief(problem: Problem) -> dict[str, str]:
-    """The fields of e4m3 that differ from their defaults, for `Problem.brief`."""
-    return {name: getattr(problem, name) for name, value in USUAL.items() if getattr(problem, name, value) != value}

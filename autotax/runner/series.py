@@ -13,9 +13,8 @@ from autotax.core.conditions import Conditions
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.kernels.kernel import Kernel
-from autotax.operators.calls import make_inputs, reference
 from autotax.operators.inputs import Call
-from autotax.operators.verification import Expected
+from autotax.operators.verification import Expected, make_inputs, reference
 from autotax.runner.measurement import Candidate, Effort
 
 MOST_SETS = 32

@@ -9,7 +9,6 @@ from typing import Any
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.core.frames import frame
 from autotax.core.problem import Problem
 from autotax.core.settings import as_deployed
 from autotax.db import Store, TrialRecord
@@ -21,6 +20,7 @@ from autotax.operators import registry
 from autotax.runner.measurement import Candidate, Effort, Measurement, Runner, TimeIsUp
 from autotax.software import environment
 from autotax.spaces import Space
+from autotax.tuner.progress import frame
 from autotax.tuner.run_recorder import FINALISTS
 from autotax.tuner.statistics import speedup
 from autotax.tuner.tuning import TimeLimit

@@ -20,9 +20,9 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
 
 from autotax.core.conditions import Conditions
 from autotax.core.errors import MachineError, UsageError
+from autotax.core.files import reason
 from autotax.core.problem import Problem
 from autotax.core.settings import Settings
-from autotax.core.validation import reason
 from autotax.db import failing
 from autotax.db.errors import ELSEWHERE, Unusable
 from autotax.db.url import shown

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from autotax.core.problem import Problem
-from autotax.operators.calls import make_inputs
 from autotax.operators.inputs import Call
+from autotax.operators.verification import make_inputs
 from autotax.runner import series
 
 
