@@ -39,18 +39,16 @@ SCALES_OF = {"row": "row", "block": "block", "static": "tensor"}
 """The scales of A that each way of quantising makes or takes."""
 
 
-_FIELDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "scales": (
-        "none, or with dtype e4m3: tensor, row or block (1 x 128 of A, 128 x 128 of B)", ("none", "tensor", "row", "block")
-    ),
-    "result": ("bf16 or fp16: the type of C with dtype e4m3", ("bf16", "fp16")),
+_FIELDS = {
+    "scales": ("none, or with dtype e4m3: tensor, row or block (1 x 128 of A, 128 x 128 of B)", "none", "tensor", "row", "block"),
+    "result": ("bf16 or fp16: the type of C with dtype e4m3", "bf16", "fp16"),
     "quantize": (
-        "none, row, block or static: how ranks quantise an A of the type of C, with dtype e4m3", ("none", "row", "block", "static")
+        "none, row, block or static: how ranks quantise an A of the type of C, with dtype e4m3", "none", "row", "block", "static"
     ),
-    "operand": ("e4m3, or e5m2 for gradients: the type of A with dtype e4m3", ("e4m3", "e5m2")),
+    "operand": ("e4m3, or e5m2 for gradients: the type of A with dtype e4m3", "e4m3", "e5m2"),
 }
-USUAL = {name: allowed[0] for name, (_, allowed) in _FIELDS.items()}
-"""Fields of problems with other types than e4m3."""
+"""The meaning of each field, and the allowed values. The first is the value for problems with other types than e4m3."""
+USUAL = {name: default for name, (_, default, *_) in _FIELDS.items()}
 
 
 def scaled_dtype() -> Any:
@@ -60,8 +58,8 @@ def scaled_dtype() -> Any:
 
 def scaled_field(name: str) -> Any:
     """A field of problems whose matrices may be e4m3."""
-    meaning, allowed = _FIELDS[name]
-    return choice(meaning, allowed, default=allowed[0], unnamed=True)
+    meaning, *allowed = _FIELDS[name]
+    return choice(meaning, tuple(allowed), default=allowed[0], unnamed=True)
 
 
 def check(problem: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autotax.core.config import Config, Value
@@ -325,12 +325,7 @@ def for_dies(space: VariantSpace, problem: AllGatherGemm, hardware: Hardware, *,
     )
 
 
-def bsp(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
-    """The baseline has no parameters, but for e4m3 its product."""
-    if problem.dtype != "e4m3":
-        return VariantSpace("bsp", seeds=(Config("bsp"),))
-    seeds = tuple(Config.of("bsp", choice) for choice in scaled.choices(problem, problem.m, hardware)[:3])
-    return VariantSpace("bsp", scaled.parameters(problem, problem.m, hardware), (scaled.whole(),), seeds)
+bsp = scaled.bsp
 
 
 def scaled_decomposed(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
@@ -511,32 +506,31 @@ def push_packets(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | N
     }
     constraints = (*tile_constraints(product, hardware), *split_constraints(product, hardware))
     space = VariantSpace("push_packets", allowed, constraints)
-    return replace(space, seeds=_push_packets_seeds(product, hardware, space))
+    high = min(HIGHEST, int(tiles["block_m"][-1]))
+    firsts: list[dict[str, Value]] = [{"block_m": high, "piece": piece} for piece in PACKET_PIECES]
+    return with_narrow_tiles(space, hardware, lambda m, n: count_tiles(product, m, n), SHAPES, firsts)
 
 
-def _push_packets_seeds(product: AllGatherGemm, hardware: Hardware, space: VariantSpace) -> tuple[Config, ...]:
-    """Tiles with as many stages as fit, with or without split-K, whichever takes fewer waves. Longer pieces follow."""
+def with_narrow_tiles(
+    space: VariantSpace, hardware: Hardware, count: Callable[[int, int], int], shapes: Sequence[tuple[int, int, int, int]],
+    firsts: Sequence[dict[str, Value]], *, shallower: bool = True,
+) -> VariantSpace:  # fmt: skip
+    """Adds seeds: tiles of these shapes with split-K or without it, whichever takes fewer waves. `firsts` are values that come up
+    one after the other, and `count` counts the tiles of a call. With `shallower` a tile has as many stages as fit.
+    """
     allowed = space.parameters
-    high = min(HIGHEST, int(allowed["block_m"][-1]))
     seeds: dict[Config, None] = {}
-    for piece in allowed["piece"]:
-        for n, k, stages, warps in SHAPES:
-            values: dict[str, Value] = {name: choices[0] for name, choices in allowed.items()}
-            values |= {
-                "block_m": high,
-                "block_n": min(n, int(allowed["block_n"][-1])),
-                "block_k": min(k, int(allowed["block_k"][-1])),
-                "num_warps": warps if warps in allowed["num_warps"] else allowed["num_warps"][0],
-                "piece": piece,
-            }
-            number = count_tiles(product, high, int(values["block_n"]))
+    for first in firsts:
+        for n, k, stages, warps in shapes:
+            values = {name: choices[0] for name, choices in allowed.items()} | first
+            values |= {"block_n": min(n, int(allowed["block_n"][-1])), "block_k": min(k, int(allowed["block_k"][-1]))}
+            values |= {"num_warps": warps} if warps in allowed["num_warps"] else {}
+            number = count(int(values["block_m"]), int(values["block_n"]))
             values["splits"] = best_splits(number, hardware.processors, allowed["splits"], COSTS_OF_PARTS[1])
             depths = [depth for depth in reversed(allowed["num_stages"]) if int(depth) <= stages]
-            configs = (Config.of("push_packets", values | {"num_stages": depth}) for depth in depths)
-            fitting = next((config for config in configs if space.why_not(config) is None), None)
-            if fitting:
-                seeds[fitting] = None
-    return tuple(seeds)
+            configs = (Config.of(space.variant, values | {"num_stages": depth}) for depth in depths[: None if shallower else 1])
+            seeds |= dict.fromkeys([config for config in configs if space.why_not(config) is None][:1])
+    return replace(space, seeds=tuple(seeds))
 
 
 BLOCKS_N = tuple(sorted({*BLOCKS_OF_B, *itertools.chain(*BLOCKS_BESIDE_A.values())}))
@@ -819,18 +813,20 @@ TERAFLOPS, LINK_GBPS, MEMORY_GBPS, START_US = 650.0, 375.0, 4000.0, 8.0
 
 def base_us(problem: AllGatherGemm) -> float:
     """The maximum of the times of GEMM, links and memory, plus START_US."""
-    product = 2e-6 * problem.m * problem.n * problem.k / TERAFLOPS
-    received = (problem.world_size - 1) * problem.shard_rows * problem.shard_cols * problem.item_size
     read = (problem.m + problem.n) * problem.k * problem.item_size
-    return START_US + max(product, received / (LINK_GBPS * 1e3), read / (MEMORY_GBPS * 1e3))
+    return START_US + max(*_product_and_links_us(problem), read / (MEMORY_GBPS * 1e3))
+
+
+def _product_and_links_us(problem: AllGatherGemm) -> tuple[float, float]:
+    received = (problem.world_size - 1) * problem.shard_rows * problem.shard_cols * problem.item_size
+    return 2e-6 * problem.m * problem.n * problem.k / TERAFLOPS, received / (LINK_GBPS * 1e3)
 
 
 def traits(problem: AllGatherGemm, hardware: Hardware, config: Config) -> dict[str, float]:
     """Feature values by name; only a few for a config without tiles."""
     values = config.values
-    product = 2e-6 * problem.m * problem.n * problem.k / TERAFLOPS
-    received = (problem.world_size - 1) * problem.shard_rows * problem.shard_cols * problem.item_size / (LINK_GBPS * 1e3)
-    features = {"product_share": product / base_us(problem), "links_share": received / base_us(problem)}
+    product, links = _product_and_links_us(problem)
+    features = {"product_share": product / base_us(problem), "links_share": links / base_us(problem)}
     if "block_m" not in values:
         return features
     m, n, k = int(values["block_m"]), int(values["block_n"]), int(values.get("block_k", 64))
