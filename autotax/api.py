@@ -28,8 +28,7 @@ from autotax.core.problem import Problem
 from autotax.core.settings import as_deployed
 from autotax.db import Store, TrialRecord, shipped
 from autotax.db.lookup import lookup, reload
-from autotax.db.records import Place
-from autotax.db.staleness import Stale, stale_winners
+from autotax.db.records import Place, Stale, stale_winners
 from autotax.hardware import Hardware, check_memory, check_world_size
 from autotax.software import Environment, environment
 from autotax.spaces import space_for

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 from sqlalchemy import Engine, event
 
 from autotax.operators import declaration, registry
-from autotax.runner import fork_server
+from autotax.runner import processes
 from autotax.runner.processes import environment_with
 
 # On a busy machine an example, or making one, takes any time.
@@ -64,9 +64,9 @@ EMULATED = HERE / "amd" / "test_emulated.py"
 def pytest_configure(config: pytest.Config) -> None:
     """Ranks on the CPU are forks of one server for the whole run: their imports were a third of its time."""
     if not hasattr(config, "workerinput"):  # whose processes inherit the variable
-        os.environ[fork_server.SHARED] = name = f"tests-{os.getpid()}"
-        interpreted = environment_with(fork_server.INTERPRETED)
-        config.stash[SERVER] = fork_server.start(fork_server.address_of(name, interpreted), interpreted)
+        os.environ[processes.SHARED] = name = f"tests-{os.getpid()}"
+        interpreted = environment_with(processes.INTERPRETED)
+        config.stash[SERVER] = processes.start(processes.address_of(name, interpreted), interpreted)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -29,7 +29,7 @@ from autotax.operators import problem_from_dict
 from autotax.operators.problems import AllGatherGemm
 from autotax.operators.verification import make_inputs, reference, relative_error
 from autotax.runner import Candidate, Effort, LiveRunner
-from autotax.runner.fork_server import SHARED
+from autotax.runner.processes import SHARED
 from autotax.runner.ranks import run_ranks
 from autotax.spaces import Space, VariantSpace
 from autotax.tuner import Settings, tune

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem, power_of_two
-from autotax.db.records import Place
-from autotax.db.staleness import differences
+from autotax.db.records import Place, differences
 from autotax.operators import registry
 
 
@@ -111,7 +110,7 @@ class IndexedWinner(NamedTuple):
         return self.problem_key.partition("/")[0]
 
     def differences(self, here: Place) -> list[str]:
-        """The reasons why this winner does not hold here; empty if it does. See `autotax.db.staleness.differences`."""
+        """The reasons why this winner does not hold here; empty if it does. See `autotax.db.records.differences`."""
         return [f"its row in the database is malformed ({self.defect})"] if self.defect else differences(self, self.place, here)
 
 

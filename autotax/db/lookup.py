@@ -21,13 +21,14 @@ from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.core.terminal import printable
 from autotax.db.index import IndexedWinner, representative, spelled
-from autotax.db.records import MissRecord, Place
+from autotax.db.records import MissRecord, Place, same_devices
 from autotax.db.shipped import Source, forget_sources, sources
-from autotax.db.staleness import same_devices
 from autotax.db.store import Store
 from autotax.db.url import resolve_url
 from autotax.hardware import Hardware, detect
+from autotax.operators import registry
 from autotax.software import environment
+from autotax.spaces import space_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +73,6 @@ def invariant_answer(problem: Problem, here: Place, sources: Sequence[Source]) -
     Of such winners of any size, the config that won most often; without one, the first such seed. Raises UsageError where the
     operator has none.
     """
-    from autotax.operators import registry
-    from autotax.spaces import space_for
-
     operator, space = registry.of(problem), space_for(problem, here.hardware)
 
     def serves(config: Config) -> bool:
@@ -152,8 +150,6 @@ def _kept_share(problem: Problem, sizes: dict[str, int], config: Config) -> floa
     Both times go with the operator's roofline. BSP multiplies whole tiles of all rows, the winner whole tiles of the rows of each
     rank.
     """
-    from autotax.operators import registry
-
     block = config.values.get("block_m")
     if set(sizes) != {"m"} or not isinstance(block, int):  # without tiles of its own, a winner goes with the vendor's GEMM
         return 1.0
@@ -180,9 +176,6 @@ def _stale(problem: Problem, here: Place, source: Source, refused: list[str]) ->
 
 
 def _fallback(problem: Problem, here: Place, sources: Sequence[Source], refused: list[str]) -> Answer:
-    from autotax.operators import registry
-    from autotax.spaces import space_for
-
     said = [source.empty for source in sources if source.empty]
     for source in sources:
         for winner in _fewest_differences(source.index.of_problem(problem.key), here)[:1]:
@@ -198,8 +191,6 @@ def _fallback(problem: Problem, here: Place, sources: Sequence[Source], refused:
 
 def _space_refuses(problem: Problem, here: Place, config: Config) -> str | None:
     """Why a config cannot run a problem here, or None. Every config that the space admits can run (see tests/models)."""
-    from autotax.spaces import space_for
-
     return space_for(problem, here.hardware).why_not(config)
 
 

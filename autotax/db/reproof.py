@@ -24,9 +24,8 @@ from autotax.core.errors import MachineError, UsageError
 from autotax.core.problem import Problem
 from autotax.core.settings import OFF, Settings
 from autotax.db.index import IndexedWinner
-from autotax.db.records import Place, RunRecord
+from autotax.db.records import Place, RunRecord, same_devices
 from autotax.db.shipped import forget_sources, sources
-from autotax.db.staleness import same_devices
 from autotax.db.store import Store
 from autotax.db.url import resolve_url
 from autotax.operators import loaded

@@ -14,7 +14,7 @@ from pathlib import Path
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.db.file_format import read
+from autotax.db.formats import read
 from autotax.db.index import Index, IndexedWinner
 from autotax.db.records import Entry, Place, WinnerRecord, merge
 from autotax.db.store import Store
@@ -51,17 +51,8 @@ def _files() -> tuple[list[Entry], str]:
 
 
 def _known(winner: WinnerRecord) -> IndexedWinner:
-    return IndexedWinner(
-        winner.problem.key,
-        winner.place,
-        winner.kernel_digest,
-        json.dumps(winner.config.to_dict()),
-        winner.speedup,
-        winner.interval_low,
-        winner.interval_high,
-        winner.tie,
-        winner.trial_id,
-    )
+    figures = winner.speedup, winner.interval_low, winner.interval_high, winner.tie, winner.trial_id
+    return IndexedWinner(winner.problem.key, winner.place, winner.kernel_digest, json.dumps(winner.config.to_dict()), *figures)
 
 
 @dataclass(frozen=True)

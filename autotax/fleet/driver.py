@@ -21,13 +21,11 @@ from autotax.core.errors import MachineError, UsageError
 from autotax.core.problem import Problem
 from autotax.db import Store, WinnerRecord
 from autotax.db.index import Index
-from autotax.db.records import Place
-from autotax.db.staleness import holds, same_devices
+from autotax.db.records import Place, holds, same_devices
 from autotax.digests import kernel_digest
-from autotax.fleet import status
-from autotax.fleet.messages import Engine, EngineOptions, FleetJob, Order
+from autotax.fleet import messages
+from autotax.fleet.messages import ClaimStatus, Engine, EngineOptions, FleetJob, HostStatus, Order, Snapshot
 from autotax.fleet.queue import MOST_LAPSES, ClaimQueue, Due, place_of
-from autotax.fleet.status import ClaimStatus, HostStatus, Snapshot
 from autotax.hardware import Hardware
 from autotax.software import Environment
 
@@ -45,7 +43,7 @@ Jobs = Callable[[Hardware], Sequence[FleetJob]]
 
 
 class Screen(Protocol):
-    def show(self, snapshot: Snapshot, happened: Sequence[status.Event]) -> None: ...
+    def show(self, snapshot: Snapshot, happened: Sequence[messages.Event]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class FleetOutcome:
 
     snapshot: Snapshot
     winners: tuple[Won, ...] = ()
-    gaps: tuple[status.Gap, ...] = ()
+    gaps: tuple[messages.Gap, ...] = ()
     interrupted: bool = False
     trouble: str = ""
 
@@ -88,7 +86,7 @@ class Driver:
     def __post_init__(self) -> None:
         self._began = time.monotonic()
         self._since = datetime.now(UTC)
-        self._notices: list[status.Event] = []
+        self._notices: list[messages.Event] = []
         self._software: dict[str, Environment] = {}
         self._rows: dict[str, Any] = {}
         self._ended: set[int] = set()
@@ -147,8 +145,8 @@ class Driver:
         self._rows = {row.id: row for row in hosts}
         waiting = max(0, slots - len({row.slot for row in hosts}))
         before, seconds = self.snapshot, time.monotonic() - self._began
-        self.snapshot = status.snapshot(hosts, claims, seconds, waiting)
-        happened, self._notices = [*self._notices, *status.events(before, self.snapshot)], []
+        self.snapshot = messages.snapshot(hosts, claims, seconds, waiting)
+        happened, self._notices = [*self._notices, *messages.events(before, self.snapshot)], []
         self.screen.show(self.snapshot, happened)
 
     def _hear(self, slot: int, lost: bool, text: str) -> None:
@@ -232,7 +230,7 @@ class Driver:
 
     def _outcome(self, interrupted: bool, trouble: str) -> FleetOutcome:
         try:
-            gaps = status.gaps([*self._measured()])
+            gaps = messages.gaps([*self._measured()])
             return FleetOutcome(self.snapshot, tuple(self._winners()), tuple(gaps), interrupted, trouble)
         except MachineError as error:
             return FleetOutcome(self.snapshot, (), (), interrupted, trouble or str(error))
@@ -268,7 +266,7 @@ class Driver:
         return winners
 
     def _waiting(self, said: str) -> None:
-        notice: status.Event = {"event": "waiting for the database", "told": said}
+        notice: messages.Event = {"event": "waiting for the database", "told": said}
         self.screen.show(replace(self.snapshot, seconds=time.monotonic() - self._began), [notice])
 
 

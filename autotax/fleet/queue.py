@@ -43,11 +43,11 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from autotax.core.errors import MachineError, UsageError
 from autotax.core.files import Malformed, Name, Positive, converted, reason
 from autotax.core.settings import Settings
-from autotax.db import file_format
-from autotax.db.errors import opening
+from autotax.db import formats
+from autotax.db.connection import opening
 from autotax.db.schema import PREFIX, ProblemRow, RunRow, TrialRow
 from autotax.db.url import resolve_url, shown, without_secrets
-from autotax.fleet.messages import PATIENCE_S, Claim, FleetJob, HostHello
+from autotax.fleet.messages import PATIENCE_S, PRESENT, Claim, FleetJob, HostHello
 from autotax.operators.problem_files import problem_of
 from autotax.software import Environment
 
@@ -150,7 +150,7 @@ class _SettingsShape(msgspec.Struct):
     seed: int
     resume: bool
     variants: list[Name] | None
-    conditions: file_format.ConditionsShape | None
+    conditions: formats.ConditionsShape | None
     soak: int | None
     ends_below: float | None = None
     paired: bool = False
@@ -163,7 +163,7 @@ class _JobShape(msgspec.Struct):
 
 class _DealtShape(msgspec.Struct):
     probe: dict[str, Any] | None
-    software: file_format.EnvironmentShape | None  # type: ignore[valid-type]
+    software: formats.EnvironmentShape | None  # type: ignore[valid-type]
 
 
 def job_of(values: object) -> FleetJob:
@@ -177,8 +177,7 @@ def job_of(values: object) -> FleetJob:
 
 def place_of(row: Any) -> HostHello:
     """Hardware and software of a host. Raises Malformed."""
-    hardware = file_format.hardware_of(converted(row.hardware, file_format.HardwareShape))
-    return HostHello(hardware, file_format.environment_of(converted(row.environment, file_format.EnvironmentShape)))
+    return HostHello(formats.hardware_of(row.hardware), formats.environment_of(row.environment))
 
 
 def probes_of(row: Any) -> dict[str, float]:
@@ -192,7 +191,7 @@ def dealt_of(values: object, kind: str) -> tuple[FleetJob | None, Environment | 
     checked: _DealtShape | None = converted(values, dict[str, _DealtShape]).get(kind)
     if checked is None:
         return None
-    software = file_format.environment_of(checked.software) if checked.software else None
+    software = formats.environment_of(checked.software) if checked.software else None
     return job_of(checked.probe) if checked.probe else None, software
 
 
@@ -209,8 +208,6 @@ MOST_LAPSES = 3
 """A problem with which this many hosts were lost is given up, because it may kill hosts."""
 MOST_FAILURES = 2
 """A problem that failed on this many hosts is given up. A single failure may be the fault of the host."""
-PRESENT = ("idle", "working")
-"""States of a host that takes part."""
 CONNECT_S = 5
 _KEEPALIVE = {"keepalives_idle": 15, "keepalives_interval": 5, "keepalives_count": 4}
 """With these settings a vanished server is noticed within 35 s."""

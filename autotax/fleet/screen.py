@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotax.fleet.driver import FleetOutcome, Screen
-from autotax.fleet.status import ClaimStatus, Event, FleetPace, HostStatus, Snapshot
+from autotax.fleet.messages import ClaimStatus, Event, FleetPace, HostStatus, Snapshot
 from autotax.report.formatting import columns, config_text, duration, grid, interval, microseconds, number, place, times
 
 MOST_ROWS = 32

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from autotax.core.errors import MachineError
-from autotax.db.staleness import SOFTWARE
+from autotax.db.records import SOFTWARE
 from autotax.fleet.messages import Claim, Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded
 from autotax.fleet.queue import ClaimQueue, Heartbeat
 from autotax.runner.processes import Child

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotax.hardware import symmetric_heap
-from autotax.heap.base import Heap, HeapError
+from autotax.heap.base import Heap, HeapError, SharedHeap, SymmetricHeap
 from autotax.heap.world import RankTimeout, World, agreed, by_rank
 
 __all__ = ["Heap", "HeapError", "RankTimeout", "World", "open_heap"]
@@ -17,20 +17,14 @@ def open_heap(world: World, size: int) -> Heap:
     if agreed(world, "the size of the heap in bytes", size) <= 0:
         raise HeapError(f"a heap cannot have {size} bytes; its size must be positive")
 
-    # Each library is imported only where its hardware is.
-    match world.backend:
-        case "cuda" | "rocm" if _library(world) == "iris":
-            from autotax.heap.iris import IrisHeap
-
-            return IrisHeap(world, size)
-        case "cuda" | "rocm":
-            from autotax.heap.torch_symmetric import SymmetricHeap
-
+    if world.backend == "cpu":
+        return SharedHeap(world, size)
+    if world.backend in ("cuda", "rocm"):
+        if _library(world) != "iris":
             return SymmetricHeap(world, size)
-        case "cpu":
-            from autotax.heap.base import SharedHeap
+        from autotax.heap.iris import IrisHeap  # Iris is imported only where it is used
 
-            return SharedHeap(world, size)
+        return IrisHeap(world, size)
     raise HeapError(f"there is no heap for the backend '{world.backend}'; it must be cuda, rocm or cpu")
 
 

@@ -10,13 +10,13 @@ import hashlib
 import math
 import mmap
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
 
-from autotax.heap.world import HeapError, World, together
+from autotax.heap.world import HeapError, World, agreed, together
 
 ALIGNMENT = 1024
 """Bytes; suits 16-byte vector access, TMA descriptors and every backend's pages."""
@@ -150,3 +150,50 @@ def _map(file: _File, size: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
     finally:
         os.close(fd)
+
+
+class SymmetricHeap(Heap):
+    """The heap of NVIDIA GPUs that reach each other, in torch's symmetric memory: maps the slab of every GPU into this process.
+
+    Torch has symmetric memory for ROCm too, where it can replace Iris. This was never run on ROCm.
+    """
+
+    def __init__(self, world: World, size: int) -> None:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        super().__init__(world)
+        with together(world, f"allocate slabs of {size} bytes of symmetric memory"):
+            self.slab = symm_mem.empty(size, dtype=torch.uint8, device=world.device)
+        with together(world, "map each other's slabs; all GPUs must be peers, as `autotax doctor` says"):
+            with without_multicast():
+                handle = symm_mem.rendezvous(self.slab, world.data)
+            # torch may carve the slab out of a larger block of its pool; the pointers of the handle are the blocks'.
+            offset = self.slab.data_ptr() - handle.buffer_ptrs[world.rank]
+        offset = agreed(world, "the offset of the slab in its block", offset)
+        self._slabs = [handle.get_buffer(rank, (size,), torch.uint8, offset) for rank in range(world.size)]
+        bases = [pointer + offset for pointer in handle.buffer_ptrs]
+        self.bases = torch.tensor(bases, dtype=torch.int64, device=world.device)
+        # The mappings of the peers' memory live as long as the handle.
+        self._handle: object = handle
+
+    def close(self) -> None:
+        self._handle = None
+        super().close()
+
+
+@contextmanager
+def without_multicast() -> Iterator[None]:
+    """Keeps torch from binding the slabs to a multicast object, which no kernel of ours uses.
+
+    The setting is restored, because other users of symmetric memory in this process may need it.
+    """
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

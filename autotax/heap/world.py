@@ -359,7 +359,6 @@ class World:
 
 # Collective errors: if one rank fails, all ranks raise.
 
-T = TypeVar("T")
 ASKING_S = 0.02
 _calls: Counter[str] = Counter()
 

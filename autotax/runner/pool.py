@@ -18,9 +18,8 @@ from typing import Any
 from autotax.core.errors import MachineError, UsageError, joined
 from autotax.hardware import HARDWARE_QUEUES, LOOPBACK, Hardware, check_loopback
 from autotax.operators.registry import fingerprints
-from autotax.runner.fork_server import INTERPRETED, ForkServer
 from autotax.runner.measurement import Fatal, Hello, Job, Raised, RankSetup, Report, Stage, TimeIsUp
-from autotax.runner.processes import Child, disk_is_full, tells_of_full_disk
+from autotax.runner.processes import INTERPRETED, Child, ForkServer, disk_is_full, tells_of_full_disk
 from autotax.software import Environment
 
 START_DEADLINE_S = 180.0

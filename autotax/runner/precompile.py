@@ -20,9 +20,8 @@ from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.kernels.resources import Resources
 from autotax.operators import load, loaded
-from autotax.runner.fork_server import ForkServer
 from autotax.runner.measurement import Compilation, CompilerAnswer, CompilerReady
-from autotax.runner.processes import Child, die_with_parent, full_disk
+from autotax.runner.processes import Child, ForkServer, die_with_parent, full_disk
 
 DEADLINE_S = 60.0
 

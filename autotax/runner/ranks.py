@@ -30,7 +30,7 @@ from unittest import mock
 from autotax.heap.triton_interpreter import patch_interpreter
 from autotax.heap.world import Meeting, World, meet
 from autotax.operators import load
-from autotax.runner.fork_server import INTERPRETED
+from autotax.runner.processes import INTERPRETED
 
 GRACE = 3.0
 """Seconds for the other ranks to report once one has failed."""

@@ -13,16 +13,15 @@ from autotax.core.problem import Problem
 from autotax.core.settings import as_deployed
 from autotax.db import Store, TrialRecord
 from autotax.db.lookup import Answer
-from autotax.db.records import Place
-from autotax.db.staleness import differences
+from autotax.db.records import Place, differences
 from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.runner.measurement import Candidate, Effort, Measurement, Runner, TimeIsUp
 from autotax.software import environment
 from autotax.spaces import Space
+from autotax.tuner.finalists import speedup
 from autotax.tuner.progress import frame
 from autotax.tuner.run_recorder import FINALISTS
-from autotax.tuner.statistics import speedup
 from autotax.tuner.tuning import TimeLimit
 
 UNPAIRED = 0.05

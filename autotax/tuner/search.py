@@ -35,7 +35,7 @@ from autotax.runner.measurement import Measurement, Runner
 from autotax.software import Environment
 from autotax.spaces import Space, space_for
 from autotax.tuner.model import Model, Prior, prior_for, usual_sampler
-from autotax.tuner.study import finished, sampler_for
+from autotax.tuner.run_recorder import finished, sampler_for
 
 PATIENCE = 12
 """Unusable suggestions in a row before a random new config is taken."""

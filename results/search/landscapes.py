@@ -23,7 +23,7 @@ from autotax.core.errors import UsageError, summary
 from autotax.core.files import LONGEST_NAME, Malformed, Sample, converted, from_json, read_bytes, write_whole
 from autotax.core.problem import Problem
 from autotax.core.settings import INVALIDITY
-from autotax.db.file_format import EnvironmentShape, HardwareShape
+from autotax.db.formats import EnvironmentShape, HardwareShape
 from autotax.db.records import RunRecord, TrialRecord
 from autotax.db.store import Store
 from autotax.operators.problem_files import problem_of

@@ -20,10 +20,9 @@ from autotax.digests import kernel_digest
 from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.runner import Candidate, Effort, LiveRunner
-from autotax.runner.fork_server import ForkServer
 from autotax.runner.measurement import TimeIsUp
 from autotax.runner.pool import GroupLost
-from autotax.runner.processes import Child
+from autotax.runner.processes import Child, ForkServer
 from autotax.spaces import space_for
 from tests.runner.small import CPU, GEMM, QUICK, measure
 
