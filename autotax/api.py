@@ -354,7 +354,7 @@ def tune_callable(
 def ranks(hardware: Hardware, world_size: int, seed: int = 0) -> Iterator[runners.LiveRunner]:
     """Ranks that start when first used and are gone at the end. Raises MachineError if they do not start."""
     from autotax.core.errors import MachineError
-    from autotax.runner.pool import GroupLost
+    from autotax.runner.local_runner import GroupLost
 
     runner = runners.LiveRunner(hardware, world_size, seed=seed)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotax.hardware import symmetric_heap
-from autotax.heap.base import Heap, HeapError, SharedHeap, SymmetricHeap
+from autotax.heap.base import Heap, HeapError, IrisHeap, SharedHeap, SymmetricHeap
 from autotax.heap.world import RankTimeout, World, agreed, by_rank
 
 __all__ = ["Heap", "HeapError", "RankTimeout", "World", "open_heap"]
@@ -20,11 +20,7 @@ def open_heap(world: World, size: int) -> Heap:
     if world.backend == "cpu":
         return SharedHeap(world, size)
     if world.backend in ("cuda", "rocm"):
-        if _library(world) != "iris":
-            return SymmetricHeap(world, size)
-        from autotax.heap.iris import IrisHeap  # Iris is imported only where it is used
-
-        return IrisHeap(world, size)
+        return (IrisHeap if _library(world) == "iris" else SymmetricHeap)(world, size)
     raise HeapError(f"there is no heap for the backend '{world.backend}'; it must be cuda, rocm or cpu")
 
 

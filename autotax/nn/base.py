@@ -25,8 +25,7 @@ from autotax.hardware import Hardware
 from autotax.heap.world import World, all_or_none, together
 from autotax.nn import groups
 from autotax.nn.consensus import deployed_as, require_alike
-from autotax.nn.groups import GroupCalls, capturing, on_device
-from autotax.nn.watchdog import Watchdog, wait_s
+from autotax.nn.groups import GroupCalls, Watchdog, capturing, on_device, wait_s
 
 if TYPE_CHECKING:
     from autotax.kernels.kernel import Kernel

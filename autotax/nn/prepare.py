@@ -20,7 +20,7 @@ from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.offline import META, MetaHeap, fix_cache_keys
-from autotax.nn.watchdog import wait_s
+from autotax.nn.groups import wait_s
 
 GPU_POLLS_PER_S = (1 << 29) / 600
 """The highest rate of polls; polls take longer when ranks share links."""

@@ -2,25 +2,266 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from autotax.core.config import Config
-from autotax.core.errors import MachineError
+from autotax.core.errors import MachineError, UsageError, joined
 from autotax.core.problem import Problem
-from autotax.hardware import Hardware, check_world_size
+from autotax.hardware import HARDWARE_QUEUES, LOOPBACK, Hardware, check_loopback, check_world_size
 from autotax.operators import loaded
-from autotax.runner.measurement import Candidate, Effort, Job, Meanwhile, Measurement, Watch
-from autotax.runner.pool import GroupLost, RankPool
+from autotax.operators.registry import fingerprints
+from autotax.runner.measurement import (
+    Candidate,
+    Effort,
+    Fatal,
+    Hello,
+    Job,
+    Meanwhile,
+    Measurement,
+    Raised,
+    RankSetup,
+    Report,
+    Stage,
+    TimeIsUp,
+    Watch,
+    device_addresses,
+    device_uuids,
+    look,
+    look_amd,
+)
 from autotax.runner.precompile import CompileAhead
-from autotax.runner.processes import ForkServer, disk_is_full, full_disk, tells_of_full_disk
+from autotax.runner.processes import INTERPRETED, Child, ForkServer, disk_is_full, full_disk, tells_of_full_disk
 from autotax.software import Environment
+
+# The group of rank processes, seen from the tuner: started together, answering together, killed together. Nothing is left behind,
+# even after a crash: ranks die with the tuner, their heaps are anonymous memory, and their output goes to files without a name.
+
+START_DEADLINE_S = 180.0
+CLOSING_S = 1.0
+"""The sockets of a process that ends close before its pipe. On a busy machine, a peer may report the closed socket this much
+earlier.
+"""
+GRACE_S = 5.0
+"""Time for the peers of a rank that raised to agree on the error. Afterwards they are assumed to wait for that rank forever."""
+LAST_WORDS_S = 1.0
+"""Time for the other ranks to report their errors after a rank has ended."""
+
+
+class GroupLost(RuntimeError):
+    """The group could not finish a job and has been killed. `status` is `hang`, `crash` or `out_of_resources`; the message names
+    the ranks and their stages, first the rank that failed first.
+    """
+
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """`at` is the time of the error, `until` the time at which the group is given up because of it."""
+
+    status: str
+    text: str
+    at: float
+    until: float
+
+
+@dataclass
+class _Rank:
+    rank: int
+    child: Child
+    stage: str = "starting"
+    answer: Any = None
+    failure: _Failure | None = None
+    ended: bool = False
+
+    @property
+    def pipe(self) -> Connection:
+        return self.child.pipe
+
+    def end(self, text: str, at: float) -> None:
+        """Notes that the rank has ended, for this reason or because of an error that it raised before."""
+        first = self.failure or _Failure("crash", text, at, 0.0)
+        self.ended, self.failure = True, replace(first, until=time.monotonic() + LAST_WORDS_S)
+
+
+@dataclass
+class RankPool:
+    """`world_size` ranks of `hardware`. `start` must come before `run`; after GroupLost start again, and `close` at the end.
+
+    The ranks of the first group and of each that follows are forked by `server`, which `close` ends.
+    """
+
+    hardware: Hardware
+    world_size: int
+    heap_bytes: int
+    modules: tuple[str, ...] = ()
+    server: ForkServer = field(default_factory=ForkServer)
+    ranks: list[_Rank] = field(default_factory=list)
+    _meeting: Any = None
+
+    @property
+    def running(self) -> bool:
+        """Whether all ranks are alive; one may have died while it had nothing to do, which is no candidate's fault."""
+        return bool(self.ranks) and all(rank.child.process.poll() is None for rank in self.ranks)
+
+    def start(self, until: float = math.inf) -> Environment:
+        """Starts the ranks and waits until all are ready; returns the software that they all run.
+
+        Raises GroupLost if they do not come up, MachineError if they cannot meet, UsageError if they do not all run the same code
+        and packages, TimeIsUp at the monotonic time `until`.
+        """
+        self.kill()
+        check_loopback()
+        for rank in range(self.world_size):
+            self.ranks.append(_Rank(rank, self.server.child("autotax.runner.rank_worker", (), self._environment())))
+
+        from autotax.heap.world import Meeting  # only now: the fork server imports torch at the same time
+
+        # A store remembers the group that used it: each group gets a new one.
+        self._meeting = Meeting()
+        for member in self.ranks:
+            self._set_up(member, self._meeting.address)
+        hellos = self._collect(START_DEADLINE_S, START_DEADLINE_S, until)
+        environments = [hello.environment for hello in hellos if isinstance(hello, Hello)]
+        for rank, other in enumerate(environments):
+            if other != environments[0]:
+                pairs = zip(other.to_dict().items(), environments[0].to_dict().values(), strict=True)
+                differing = [f"{name} {value!r} against {first!r}" for (name, value), first in pairs if value != first]
+                self.kill()
+                raise UsageError(f"rank {rank} runs other code than rank 0 ({', '.join(differing)}): install the same on all")
+        for rank, hello in enumerate(hello for hello in hellos if isinstance(hello, Hello)):
+            loaded = dict(hello.loaded)
+            if differing := [name for name, digest in fingerprints().items() if loaded.get(name, digest) != digest]:
+                self.kill()
+                raise UsageError(f"rank {rank} has loaded another {differing[0]} than this process: it was edited; start again")
+        return environments[0]
+
+    def run(
+        self, job: Job, silence_s: float, total_s: float, meanwhile: Callable[[], None] | None = None, until: float = math.inf
+    ) -> list[Report]:
+        """Runs a job on all ranks, and `meanwhile` in this process. Returns the report of every rank.
+
+        Kills the group and raises GroupLost when a rank ends, when its peers wait for a rank that raised, when all ranks are
+        silent for `silence_s`, or after `total_s`. Kills it and raises TimeIsUp at the monotonic time `until`. Raises
+        MachineError when a rank met a full disk. An error of `meanwhile` kills the group, then reaches the caller.
+        """
+        def send_then() -> None:
+            for rank in self.ranks:
+                rank.answer, rank.stage = None, "receiving the job"
+                with suppress(BrokenPipeError):  # that rank is dead, which is noticed below
+                    rank.child.send(job)
+            if meanwhile:
+                meanwhile()
+
+        return self._collect(silence_s, total_s, until, send_then)
+
+    def kill(self) -> None:
+        """Kills all ranks at once. Safe to call twice."""
+        for rank in self.ranks:
+            rank.child.stop()
+        for rank in self.ranks:
+            rank.child.kill()
+        self.ranks = []
+        self._meeting = None
+
+    def close(self) -> None:
+        """Ends the ranks and their server. Safe to call twice."""
+        try:
+            self.kill()
+        finally:
+            self.server.close()
+
+    def _set_up(self, member: _Rank, meeting: str) -> None:
+        setup = RankSetup(member.rank, self.world_size, self.hardware.backend, meeting, self.heap_bytes, self.modules)
+        with suppress(BrokenPipeError):  # the process died at once; the code that waits for it notices
+            member.pipe.send(setup)
+
+    def _environment(self) -> dict[str, str]:
+        alike = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK)
+        if self.hardware.backend == "rocm":
+            # Streams share hardware queues. A copy queued behind a kernel that waits for this copy, in the same queue, would
+            # never begin.
+            return alike | {"GPU_MAX_HW_QUEUES": os.environ.get("GPU_MAX_HW_QUEUES", str(HARDWARE_QUEUES))}
+        return alike if self.hardware.on_gpu else alike | INTERPRETED | {"CUDA_VISIBLE_DEVICES": ""}
+
+    def _collect(
+        self, silence_s: float, total_s: float, until: float, first: Callable[[], None] | None = None
+    ) -> list[Any]:
+        """One answer from each rank, after `first`; else kills the group and raises GroupLost, TimeIsUp or MachineError."""
+        try:
+            if first:
+                first()
+            return self._answers(silence_s, total_s, until)
+        except BaseException:  # on Ctrl-C too: a late answer would be taken for the answer to the next job
+            self.kill()
+            raise
+
+    def _answers(self, silence_s: float, total_s: float, until: float) -> list[Any]:
+        started = looked = time.monotonic()
+        last = min(started + total_s, until)
+        deadline = min(last, started + silence_s)
+        waiting = {rank.pipe: rank for rank in self.ranks}
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                self._receive(rank, looked)
+                if rank.answer is not None or rank.ended:
+                    del waiting[pipe]  # type: ignore[arg-type]
+            looked = time.monotonic()
+            given_up = (rank.failure.until for rank in self.ranks if rank.failure)
+            deadline = min(last, looked + silence_s, *given_up)
+        if not waiting and not any(rank.failure for rank in self.ranks):
+            return [rank.answer for rank in self.ranks]
+        if time.monotonic() >= until and not any(rank.failure for rank in self.ranks):
+            raise TimeIsUp(", ".join(f"rank {rank.rank} at '{rank.stage}'" for rank in waiting.values()))
+        late = time.monotonic() >= started + total_s
+        waited = f"not done after {total_s:.0f} s" if late else f"no answer within {silence_s:.0f} s"
+        raise self._lost(list(waiting.values()), waited)
+
+    def _receive(self, rank: _Rank, looked: float) -> None:
+        """Takes a rank's next message. A rank that ended without a message may have done so at any time since the pool last
+        `looked`.
+        """
+        try:
+            message = rank.pipe.recv()
+        except (EOFError, OSError):  # it ended, or it was stopped in the middle of a message
+            rank.end(f"{rank.child.last_words()} (at '{rank.stage}')", looked - CLOSING_S)
+            return
+        if isinstance(message, Stage):
+            rank.stage, rank.failure = message.text, None
+        elif isinstance(message, Raised):
+            text, until = f"failed at '{rank.stage}': {message.text}", time.monotonic() + GRACE_S
+            rank.failure = _Failure(message.status, text, message.at, until)
+        elif isinstance(message, Fatal):
+            rank.end(f"failed at '{rank.stage}': {message.text}", message.at)
+        else:
+            rank.answer, rank.failure = message, None
+
+    def _lost(self, silent: Sequence[_Rank], waited: str) -> GroupLost | MachineError:
+        failed = sorted((rank.failure.at, rank.rank, rank.failure) for rank in self.ranks if rank.failure)
+        for _, number, failure in failed:
+            if tells_of_full_disk(failure.text):
+                return disk_is_full(f"on rank {number}", failure.text)
+        if failed:  # the first error causes the errors of the other ranks
+            reports = [f"rank {number} {failure.text}" for _, number, failure in failed]
+            return GroupLost(failed[0][2].status, joined(reports))
+        stuck = [f"rank {rank.rank} at '{rank.stage}'" for rank in silent]
+        return GroupLost("hang", f"{waited}: {', '.join(stuck)}")
+
+
+# The runner.
 
 GPU_DEADLINE_S = 60.0
 CPU_DEADLINE_S = 60.0
@@ -207,134 +448,3 @@ class LiveRunner:
     def _conditions(self, candidate: Candidate) -> dict[str, Any]:
         """The conditions of the measurement, as stored with it."""
         return candidate.conditions.to_dict() | {"clock": "device" if self.hardware.on_gpu else "wall"}
-
-
-# Other processes on the GPUs, and clocks held down by the hardware, as nvidia-smi and amd-smi report them. Never fails a run. In
-# a container, nvidia-smi may list process ids of another namespace. If none of the listed processes is one of ours, our
-# processes cannot be recognised. Then only several processes on the same GPU give a notice.
-
-TIMEOUT_S = 5.0
-# NVML's clocks event reasons that do not occur in ordinary work. The power cap is left out: every long GEMM reaches it.
-REASONS = {0x08: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
-
-
-def look(devices: Sequence[str], ours: Collection[int]) -> tuple[str, ...]:
-    """Notices about `devices` (UUIDs as torch or nvidia-smi write them), on which the processes `ours` work.
-
-    Returns nothing if there is no nvidia-smi, or if it does not answer in time.
-    """
-    gpus = _ask("--query-gpu=index,uuid,clocks_throttle_reasons.active")
-    apps = _ask("--query-compute-apps=gpu_uuid,pid,process_name")
-    names = {_plain(uuid): index for index, uuid, _ in gpus if _plain(uuid) in {_plain(device) for device in devices}}
-    reasons = [(names[_plain(uuid)], bits) for _, uuid, bits in gpus if _plain(uuid) in names]
-    processes = [(names[_plain(uuid)], pid, name) for uuid, pid, name in apps if _plain(uuid) in names and pid.isdigit()]
-    return (*strangers(processes, ours), *_throttled(reasons))
-
-
-def device_uuids(count: int) -> list[str]:
-    """UUIDs of the first `count` GPUs in torch's order, which may differ from nvidia-smi's; empty strings if torch does not know
-    them.
-    """
-    import torch
-
-    properties = [torch.cuda.get_device_properties(device) for device in range(min(count, torch.cuda.device_count()))]
-    return [str(getattr(gpu, "uuid", "")) for gpu in properties]
-
-
-def strangers(processes: Sequence[tuple[str, str, str]], ours: Collection[int]) -> list[str]:
-    """Notices about other processes, from (GPU, process id, name) of every process on our GPUs."""
-    if any(int(pid) in ours for _, pid, _ in processes):
-        others = [process for process in processes if int(process[1]) not in ours]
-        return [f"another process (pid {pid}, {name}) uses GPU {gpu}" for gpu, pid, name in others]
-    counts = {gpu: sum(other == gpu for other, _, _ in processes) for gpu, _, _ in processes}
-    return [f"{count} processes use GPU {gpu}, of which one is ours" for gpu, count in counts.items() if count > 1]
-
-
-def _throttled(reasons: Sequence[tuple[str, str]]) -> list[str]:
-    """Notices about lowered clocks, from (GPU, hexadecimal reasons)."""
-    notices = []
-    for gpu, bits in reasons:
-        active = int(bits, 16) if bits.startswith("0x") else 0
-        if why := ", ".join(name for bit, name in REASONS.items() if active & bit):
-            notices.append(f"GPU {gpu} holds its clocks down: {why}")
-    return notices
-
-
-def _plain(uuid: str) -> str:
-    return uuid.removeprefix("GPU-").lower()
-
-
-def _ask(query: str) -> list[tuple[str, str, str]]:
-    """The rows of a query of three columns."""
-    try:
-        command = ["nvidia-smi", query, "--format=csv,noheader"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [tuple(cell.strip() for cell in line.split(",", 2)) for line in answer.splitlines()]
-    return [(row[0], row[1], row[2]) for row in rows if len(row) == 3]
-
-
-# AMD GPUs. Written after the manual of amd-smi and never run on an AMD GPU.
-
-VIOLATIONS = ("prochot", "socket_thermal", "vr_thermal", "hbm_thermal")
-"""Violations that do not occur in ordinary work. The power limit, `ppt`, is left out: every long GEMM reaches it."""
-
-
-def look_amd(addresses: Sequence[str], ours: Collection[int]) -> tuple[str, ...]:
-    """Notices about the GPUs at these PCI addresses, on which the processes `ours` work.
-
-    Returns nothing if there is no amd-smi, or if its output is not understood.
-    """
-    buses = {_bus(address) for address in addresses}
-    mine = {gpu for gpu, entry in _of_gpus(_ask_amd("list")) if _bus(str(entry.get("bdf", ""))) in buses}
-    processes = [
-        (gpu, str(entries["pid"]), str(entries.get("name", "unknown")))
-        for gpu, entry in _of_gpus(_ask_amd("process"))
-        for entries in _dicts(entry)
-        if gpu in mine and str(entries.get("pid", "")).isdigit()
-    ]
-    throttled = []
-    for gpu, entry in _of_gpus(_ask_amd("metric", "--throttle")):
-        states = {name: str(entries.get(f"{name}_violation_status")) for entries in _dicts(entry) for name in VIOLATIONS}
-        active = ", ".join(name.replace("_", " ") for name, state in states.items() if state == "ACTIVE")
-        if gpu in mine and active:
-            throttled.append(f"GPU {gpu} holds its clocks down: {active}")
-    return (*strangers(processes, ours), *throttled)
-
-
-def device_addresses(count: int) -> list[str]:
-    """PCI addresses of the first `count` GPUs in torch's order; empty strings if torch does not know them."""
-    import torch
-
-    properties = [torch.cuda.get_device_properties(device) for device in range(min(count, torch.cuda.device_count()))]
-    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-    places = [[getattr(gpu, name, None) for name in names] for gpu in properties]
-    return ["" if None in parts else f"{parts[0]:04x}:{parts[1]:02x}:{parts[2]:02x}" for parts in places]
-
-
-def _bus(address: str) -> str:
-    """The PCI address without the function number, which torch does not report."""
-    return address.lower().rpartition(".")[0] or address.lower()
-
-
-def _of_gpus(answer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the number of each GPU and its entry. Versions of amd-smi nest the entries differently."""
-    for entry in _dicts(answer):
-        if isinstance(entry.get("gpu"), int):
-            yield str(entry["gpu"]), entry
-
-
-def _dicts(tree: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(tree, dict):
-        yield tree
-    for branch in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
-        yield from _dicts(branch)
-
-
-def _ask_amd(*what: str) -> Any:
-    try:
-        command = ["amd-smi", *what, "--json"]
-        return json.loads(subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None

@@ -15,9 +15,9 @@ import torch
 
 from autotax.core.errors import MachineError, UsageError
 from autotax.heap.world import Meeting
-from autotax.nn import watchdog
+from autotax.nn import groups
+from autotax.nn.groups import MOST_WAIT_S, VARIABLE, Watchdog, wait_s
 from autotax.nn.prepare import GPU_POLLS_PER_S, MOST_POLLS
-from autotax.nn.watchdog import MOST_WAIT_S, VARIABLE, Watchdog, wait_s
 from autotax.runner.ranks import Ranks
 
 WAIT_S = 2.0
@@ -101,7 +101,7 @@ def test_modules_on_gpus_are_asked_to_look_again_and_again(monkeypatch: pytest.M
     monkeypatch.setattr(watchdog, "_thread", None)
     stand = Stand()
     watching = stand.watchdog
-    watchdog.watch(watching)
+    groups.watch(watching)
     for _ in range(2):
         watching.look()
         deadline = time.monotonic() + PATIENCE_S

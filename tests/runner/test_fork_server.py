@@ -13,14 +13,14 @@ import psutil
 import pytest
 
 from autotax.runner import processes
-from autotax.runner.pool import RankPool
+from autotax.runner.local_runner import RankPool
 from autotax.runner.processes import INTERPRETED, SHARED, Child, Forked, ForkServer
 from tests.runner.small import CPU
 
 CHILD = "tests.runner.forked"
 TUNER = """
 import time
-from autotax.runner.pool import RankPool
+from autotax.runner.local_runner import RankPool
 from tests.runner.small import CPU
 pool = RankPool(CPU, 1, 1 << 20)
 pool.start()
