@@ -8,7 +8,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
@@ -21,10 +21,10 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.hardware import Hardware
+from autotax.hardware import Hardware, detect
 from autotax.heap.world import World, all_or_none, together
 from autotax.nn import groups
-from autotax.nn.consensus import deployed_as, require_alike
+from autotax.nn.consensus import DTYPES, configs_for, deployed_as, require_alike
 from autotax.nn.groups import GroupCalls, Watchdog, capturing, on_device, wait_s
 
 if TYPE_CHECKING:
@@ -123,8 +123,11 @@ class Module(torch.nn.Module):
     _prepared: Prepared | None
     _watchdog: Watchdog | None
 
-    def __init__(self, group: dist.ProcessGroup | None, db: Any, check: bool | None, prove: bool | float = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, db: Any, check: bool | None, prove: bool | float = False, device: Any = None
+    ) -> None:
         super().__init__()
+        self._where = None if device is None else torch.device(device)
         self._prove = prove
         self._group: Group = group
         self._db = db
@@ -254,6 +257,13 @@ class Module(torch.nn.Module):
         require_alike(self._world, type(self).__name__, f"{keys}, {how}")
         self._choices = tuple(SizeChoice(problem, None) for problem in prepared_for)
         return prepared_for, deployed
+
+    def _look_up(self, problems: Sequence[Problem], conditions: Conditions, config: Config | None) -> None:
+        """Prepares what all ranks find for these problems, where there are several ranks. Collective."""
+        if self._world is not None:
+            hardware = detect(self._world.backend)
+            configs = configs_for(self._world, problems, hardware, conditions, self._db, config, self._prove)
+            self._tune(problems, hardware, *configs)
 
     def _tune(self, problems: Sequence[Problem], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
         """Prepares the config of each problem, and baselines. `notes` are messages for the user. Collective."""
@@ -410,6 +420,76 @@ class Module(torch.nn.Module):
         if notes:
             name = type(self).__name__
             warnings.warn(f"{name} takes bulk-synchronous there: {'; '.join(notes)}", RuntimeWarning, stacklevel=6)
+
+
+class SizedModule(Module):
+    """A module for calls of one varying size, such as a batch. It is prepared for some sizes, and a call uses the config of the
+    next greater one.
+    """
+
+    SIZE: str
+    """The field of its problems that varies."""
+    _dtype: torch.dtype
+    _asked: tuple[Any, ...]
+    """Options of the construction; the last three are conditions, a config and sizes."""
+    _most: Any
+    """The problem of the greatest size."""
+    _plain: Any
+    """The call in plain torch."""
+    _calls: dict[Any, Callable[..., Any]]
+    """Calls by their size."""
+    _known: dict[Any, Any]
+    """Calls and their checks by the shapes of tensors."""
+    _made: dict[int, list[Any]]
+    """Kernels by the sizes for which they were prepared."""
+
+    def _blank(self) -> dict[str, Any]:
+        return super()._blank() | {"_calls": {}, "_known": {}, "_made": {}, "_most": None, "_plain": None}
+
+    def _greatest(self, dtype: str) -> Any:
+        """The problem of the greatest size. Raises UsageError."""
+        raise NotImplementedError
+
+    def _make_plain(self) -> Any:
+        """The call in plain torch. Collective."""
+        raise NotImplementedError
+
+    def _make(self) -> None:
+        *_, conditions, config, sizes = self._asked
+
+        def problems_here() -> list[Any]:
+            if self._dtype not in DTYPES:
+                raise UsageError(f"dtype is {self._dtype}; allowed are {', '.join(map(str, DTYPES))}: give one of these")
+            most = self._greatest(DTYPES[self._dtype])
+            size = getattr(most, self.SIZE)
+            return [replace(most, **{self.SIZE: some}) for some in sizes_up_to(size, 1, [size] if config else sizes)]
+
+        problems, deployed = self._agreed(problems_here, conditions)
+        self._most = problems[-1]
+        self._plain = self._make_plain()
+        self._look_up(problems, deployed, config)
+
+    def _store(self, operators: list[Any], notes: list[str]) -> None:  # noqa: ARG002
+        for operator in operators:
+            self._made.setdefault(getattr(operator.problem, self.SIZE), []).append(operator)
+
+    def _of_greatest(self) -> list[Any]:
+        """Bulk-synchronous kernels, which serve every size."""
+        return [kernel for kernel in self._made.get(getattr(self._most, self.SIZE), []) if kernel.config.variant == "bsp"]
+
+    def _fitting(self, size: int) -> Callable[..., Any]:
+        """The call for a size: with the tuned config, else bulk-synchronous."""
+        bucket = next(choice for choice in self._choices if size <= getattr(choice.problem, self.SIZE))
+        kernels = self._made.get(getattr(bucket.problem, self.SIZE), []) if bucket.config else []
+        chosen = [kernel for kernel in kernels if kernel.config == bucket.config]
+        fits = (kernel.fitted(replace(self._most, **{self.SIZE: size})) for kernel in [*chosen, *self._of_greatest()])
+        call: Callable[..., Any] = next((fit for fit in fits if fit), self._plain)
+        return call
+
+    def _forget(self) -> None:
+        self._known.clear()
+        self._calls.clear()
+        self._made.clear()
 
 
 @atexit.register

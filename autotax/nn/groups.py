@@ -81,10 +81,10 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-# Lost ranks: after a kernel's wait for a rank has timed out, calls of its module raise MachineError. A kernel that gives up leaves
-# a note in its control block. A call must not wait for the device to read it. So about once a second a thread requests a look:
-# the next call enqueues a copy of the notes to the host, and a later look reads the copy. Calls in between pay nothing. On CPU
-# ranks a call has ended when it returns, so each call reads the notes in place.
+# Lost ranks: after a kernel's wait for a rank has timed out, calls of its module raise MachineError. A kernel that gives up
+# leaves a note in its control block. A call must not wait for the device to read it. So about once a second a thread requests a
+# look: the next call enqueues a copy of the notes to the host, and a later look reads the copy. Calls in between pay nothing. On
+# CPU ranks a call has ended when it returns, so each call reads the notes in place.
 
 VARIABLE = "AUTOTAX_WAIT_S"
 DEFAULT_WAIT_S = 600.0

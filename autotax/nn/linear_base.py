@@ -24,6 +24,7 @@ from autotax.nn import custom_ops, groups  # noqa: F401 - custom_ops registers t
 from autotax.nn.base import NO_OUT, Group, Module, SizeChoice, Unknown, increment_version, nothing, remember, sizes_up_to
 from autotax.nn.consensus import DTYPES, configs_for, invariant_config, wants_invariance
 from autotax.nn.groups import on_device
+from autotax.nn.scaled_linear import made_for
 from autotax.nn.tensor_checks import (
     FREED,
     PLAIN,
@@ -65,6 +66,8 @@ class ParallelLinear(Module):
 
     weight: Tensor
     bias: Tensor | None
+    KIND: str
+    """`all_gather`, `reduce_scatter` or `all_reduce`."""
     OPERATORS: tuple[Any, Any]
     """The operators of torch.ops: one returns a new result, the other writes into `out`."""
     _like: tuple[Any, ...] = ()
@@ -81,6 +84,10 @@ class ParallelLinear(Module):
     _most: int
     _plain: Any
     _gradient: Any
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        """A ScaledLinear for a weight in e4m3."""
+        return made_for(cls, cls.KIND, arguments, options) or super().__new__(cls)
 
     def __init__(
         self,

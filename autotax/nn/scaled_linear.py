@@ -230,13 +230,8 @@ class ScaledLinear(Module):
 
     def shape_of(self, x: torch.Size, columns: int) -> tuple[int, ...]:
         """The shape of the result for a shape of x. Raises UsageError."""
-        if self.kind == "all_gather":
-            return x[0] * self.world_size, *x[1:-1], columns
-        if self.kind == "reduce_scatter":
-            if x[0] % self.world_size:
-                raise UsageError(f"x is {list(x)}; {self.world_size} ranks share the first dimension: give a multiple")
-            return x[0] // self.world_size, *x[1:-1], columns
-        return *x[:-1], columns
+        shape: tuple[int, ...] = self._wide_class.shape_of(self, x, columns)
+        return shape
 
     def sides_of(self, weight: Tensor) -> tuple[int, int]:
         """Elements of a row of x, and columns of the result."""
@@ -292,9 +287,9 @@ class ScaledLinear(Module):
                     raise UsageError("residual is given to an all-gather layer, which takes none: add it to the result")
                 residual = aligned(addend("residual", residual, shape, out))
             if rows:
-                flat = [None if added is None or added.dim() == 1 else added.view(-1, n) for added in (residual,)]
                 with self._guards[0]:
-                    self._call(x.view(-1, k), weight, of_x, weight_scales, out.view(-1, n), bias, flat[0])
+                    flat = None if residual is None else residual.view(-1, n)
+                    self._call(x.view(-1, k), weight, of_x, weight_scales, out.view(-1, n), bias, flat)
         return out
 
     def _scales_of_x(self, rows: int, scales: Tensor | None, input_scale: Tensor | None) -> tuple[Tensor, ...]:
@@ -382,13 +377,8 @@ class _Recorded(torch.autograd.Function):
         like = SimpleNamespace(
             saved_tensors=(x.to(weight.dtype), weight), module=ctx.layer._wide.handle, kept=False, needs_input_grad=needs
         )
-        rules: dict[str, Any] = {
-            "all_gather": lambda: custom_ops._gather_backward(like, dy.to(weight.dtype), None),
-            "reduce_scatter": lambda: custom_ops._scatter_backward(like, dy.to(weight.dtype)),
-            "all_reduce": lambda: custom_ops._reduce_backward(like, dy.to(weight.dtype)),
-        }
         with torch.no_grad():
-            dx, d_weight, *_ = rules[ctx.layer.kind]()
+            dx, d_weight, *_ = custom_ops.BACKWARD[ctx.layer.kind](like, dy.to(weight.dtype))
         return dx, d_weight, None
 
 
@@ -440,24 +430,22 @@ def made_for(wide_class: Any, kind: str, arguments: tuple[Any, ...], options: di
     return ScaledLinear(wide_class, kind, weight, options.pop("scales", None), *arguments[1:], **options)
 
 
-def _scaled_linear(
+def _run(
     x: Tensor, scales: Tensor | None, weight: Tensor, weight_scales: Tensor, module: int, input_scale: Tensor | None = None,
-    bias: Tensor | None = None, residual: Tensor | None = None,
+    *added: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    result: Tensor = module_of(module).run(x, scales, weight, weight_scales, input_scale, None, bias, residual)
+    result: Tensor = module_of(module).run(x, scales, weight, weight_scales, input_scale, None, *added)
     return result
 
 
-def _fake_scaled_linear(x: Tensor, scales: Tensor | None, weight: Tensor, weight_scales: Tensor, module: int, *_: Any) -> Tensor:  # noqa: ARG001
+def _fake(x: Tensor, _: Tensor | None, weight: Tensor, __: Tensor, module: int, *___: Any) -> Tensor:
     layer = module_of(module)
     return x.new_empty(layer.shape_of(x.shape, weight.shape[0]), dtype=layer.out_dtype)
 
 
-custom_ops.library.define(
+custom_ops.register(
     "scaled_linear(Tensor x, Tensor? scales, Tensor weight, Tensor weight_scales, int module, Tensor? input_scale=None, "
     "Tensor? bias=None, Tensor? residual=None) -> Tensor",
-    tags=custom_ops.TAGS,
+    _run,
+    _fake,
 )
-custom_ops.library.impl("scaled_linear", _scaled_linear, "CompositeExplicitAutograd")
-custom_ops.library.impl("scaled_linear", torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("autotax::scaled_linear", _fake_scaled_linear, lib=custom_ops.library)

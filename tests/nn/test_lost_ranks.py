@@ -97,8 +97,8 @@ def test_on_a_gpu_calls_look_when_they_are_asked_to_and_no_other_call_pays() -> 
 
 
 def test_modules_on_gpus_are_asked_to_look_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
-    monkeypatch.setattr(watchdog, "_thread", None)
+    monkeypatch.setattr(groups, "LOOK_S", 0.01)
+    monkeypatch.setattr(groups, "_thread", None)
     stand = Stand()
     watching = stand.watchdog
     groups.watch(watching)
