@@ -479,10 +479,6 @@ class FlashDecode(SizedModule):
             call = next((fit for fit in fits if fit), self._plain)
         return remember(self._calls, (batch, tokens), call)
 
-    def _forget(self) -> None:
-        self._latest = NO_CALL
-        super()._forget()
-
     def extra_repr(self) -> str:
         batch, q_heads, kv_heads, dim, kv_len, output, page, more, *_ = self._asked
         settings = {"page": page, "kv_dtype": self._kv_dtype, **more}

@@ -122,6 +122,8 @@ class Module(torch.nn.Module):
     """The values that each call reads, in one attribute: the group's calls, the index of the GPU, whether to call `_compare`."""
     _prepared: Prepared | None
     _watchdog: Watchdog | None
+    _gradient: Any
+    """The layer for the backward, once it is ready; this layer if it needs no other."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, db: Any, check: bool | None, prove: bool | float = False, device: Any = None
@@ -149,6 +151,7 @@ class Module(torch.nn.Module):
             "_guards": (GroupCalls(), None, self._check),
             "_prepared": None,
             "_watchdog": None,
+            "_gradient": None,
         }
 
     def _revive(self) -> None:
@@ -216,6 +219,14 @@ class Module(torch.nn.Module):
         """Sets whether the next call passes through `_compare`; with `check` every call does."""
         calls, index, _ = self._guards
         vars(self)["_guards"] = calls, index, due or self._check
+
+    def _hold(self, **tensors: Tensor | None) -> None:
+        """Takes tensors as parameters or buffers of these names."""
+        for name, tensor in tensors.items():
+            if tensor is None or isinstance(tensor, torch.nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
 
     def _place(self) -> torch.device:
         """The device of the tensors of calls: the one given at construction, or else the current GPU, or the CPU."""
@@ -393,24 +404,25 @@ class Module(torch.nn.Module):
         its threads.
         """
         self._forget()
-        vars(self).update({name: value for name, value in self._blank().items() if name not in ("_closed", "_choices")})
         self._group = None if self._group is None else Unknown.KEPT
 
     def _release(self) -> None:
-        """Frees the workspaces. Collective if there are any."""
+        """Frees the workspaces, also those of the layer for the backward. Collective if there are any."""
         try:
+            inner, self._gradient = self._gradient, None
+            if inner is not None and inner is not self:
+                inner.close()
             if self._world and self._prepared:
                 with on_device(self._index):
                     self._world.synchronize()
                     self._world.barrier()
                     self._prepared.heap.close()
         finally:  # calls must also be refused after a close that failed
-            self._prepared = self._watchdog = None
             self._forget()
 
     def _forget(self) -> None:
-        """Drops workspaces."""
-        raise NotImplementedError
+        """Drops all that belongs to this process, but what tells how the module was prepared and that it was closed."""
+        vars(self).update({name: value for name, value in self._blank().items() if name not in ("_closed", "_choices")})
 
     def _require_open(self) -> None:
         if self._closed:
@@ -485,11 +497,6 @@ class SizedModule(Module):
         fits = (kernel.fitted(replace(self._most, **{self.SIZE: size})) for kernel in [*chosen, *self._of_greatest()])
         call: Callable[..., Any] = next((fit for fit in fits if fit), self._plain)
         return call
-
-    def _forget(self) -> None:
-        self._known.clear()
-        self._calls.clear()
-        self._made.clear()
 
 
 @atexit.register

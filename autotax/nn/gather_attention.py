@@ -212,10 +212,6 @@ class GatherAttention(Tuned):
         on_amd = torch.version.hip is not None
         return str(LIBRARIES["cpu" if self._device.type == "cpu" else "rocm" if on_amd else "cuda"][0])
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._recorders.clear()
-
 
 def _backward(
     library: str, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool

@@ -83,7 +83,6 @@ class ParallelLinear(Module):
     """Kernels by the rows of x for which they were prepared."""
     _most: int
     _plain: Any
-    _gradient: Any
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
         """A ScaledLinear for a weight in e4m3."""
@@ -111,19 +110,12 @@ class ParallelLinear(Module):
         if layout not in LAYOUTS:
             raise UsageError(f"layout is {layout!r}; allowed are nk ([n, k]) and kn ([k, n]): give one of these")
         self._layout = layout
-        self._hold("weight", weight)
-        self._hold("bias", bias)
+        self._hold(weight=weight, bias=bias)
         self._asked = (max_m, conditions, config, backward_config, sizes)
         if like:
             self._share(like)
         elif not weight.is_meta:
             self.prepare()
-
-    def _hold(self, name: str, tensor: Tensor | None) -> None:
-        if tensor is None or isinstance(tensor, torch.nn.Parameter):
-            self.register_parameter(name, tensor)
-        else:
-            self.register_buffer(name, tensor)
 
     def _share(self, like: ParallelLinear) -> None:
         theirs = like.weight
@@ -285,7 +277,6 @@ class ParallelLinear(Module):
             "_made": {},
             "_most": 0,
             "_plain": None,
-            "_gradient": None,
         }
 
     # Calling.
@@ -535,17 +526,6 @@ class ParallelLinear(Module):
         """Does nothing for a layer made `like` another, which owns no workspaces."""
         if not self._like:
             super().close()
-
-    def _release(self) -> None:
-        inner, self._gradient = self._gradient, None
-        if inner is not None and inner is not self:
-            inner.close()
-        super()._release()
-
-    def _forget(self) -> None:
-        self._known.clear()
-        self._made.clear()
-        self._plain = None
 
     def extra_repr(self) -> str:
         k, n = self.sides_of(self.weight)

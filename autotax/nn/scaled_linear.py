@@ -91,7 +91,6 @@ class ScaledLinear(Module):
     input_scale: Tensor | None
     _kernels: dict[int, Any]
     _plain: Any
-    _wide: Any
 
     def __init__(
         self,
@@ -140,14 +139,8 @@ class ScaledLinear(Module):
                 f"quantize is {quantize!r} for a weight with scales {layout}; they must be {fitting}: give another quantize"
             )
         shape = scales_shape(layout, n, k, weight=True)
-        for name, tensor in (
-            ("weight", weight), ("scales", scales.reshape(shape).contiguous()), ("bias", bias), ("input_scale", input_scale),
-            ("backward_weight", backward_weight),
-        ):  # fmt: skip
-            if isinstance(tensor, torch.nn.Parameter):
-                self.register_parameter(name, tensor)
-            else:
-                self.register_buffer(name, tensor)
+        self._hold(weight=weight, scales=scales.reshape(shape).contiguous(), bias=bias)
+        self._hold(input_scale=input_scale, backward_weight=backward_weight)
         self._wide_class, self.columns = wide_class, columns
         self.kind, self.layout, self.quantize, self.out_dtype = kind, layout, quantize, out_dtype
         self._asked = max_m, conditions, config, sizes
@@ -157,7 +150,7 @@ class ScaledLinear(Module):
     # Preparing.
 
     def _blank(self) -> dict[str, Any]:
-        return super()._blank() | {"_kernels": {}, "_plain": None, "_wide": None}
+        return super()._blank() | {"_kernels": {}, "_plain": None}
 
     def _place(self) -> torch.device:
         return self.weight.device
@@ -339,21 +332,11 @@ class ScaledLinear(Module):
     def prepare_backward(self) -> None:
         """Makes the backward ready: a layer of the same kind with the weight in bf16. Collective."""
         self._ensure_ready()
-        if self._wide is None and self.backward_weight is not None:
+        if self._gradient is None and self.backward_weight is not None:
             max_m, conditions, _, sizes = self._asked
             options = {"db": self._db, "conditions": conditions, "sizes": sizes}
-            self._wide = self._wide_class(self.backward_weight.detach(), self._group, max_m, **options)
-            self._wide.prepare_backward()
-
-    def _release(self) -> None:
-        inner, self._wide = self._wide, None
-        if inner is not None:
-            inner.close()
-        super()._release()
-
-    def _forget(self) -> None:
-        self._kernels.clear()
-        self._plain = None
+            self._gradient = self._wide_class(self.backward_weight.detach(), self._group, max_m, **options)
+            self._gradient.prepare_backward()
 
     def extra_repr(self) -> str:
         n, k = self.weight.shape
@@ -375,7 +358,7 @@ class _Recorded(torch.autograd.Function):
         needs = [*ctx.needs_input_grad[:2], False, False, False]
         dy = dy.contiguous()
         like = SimpleNamespace(
-            saved_tensors=(x.to(weight.dtype), weight), module=ctx.layer._wide.handle, kept=False, needs_input_grad=needs
+            saved_tensors=(x.to(weight.dtype), weight), module=ctx.layer._gradient.handle, kept=False, needs_input_grad=needs
         )
         with torch.no_grad():
             dx, d_weight, *_ = custom_ops.BACKWARD[ctx.layer.kind](like, dy.to(weight.dtype))

@@ -147,9 +147,5 @@ class Tuned(Module):
         smaller = all(theirs[name] <= mine[name] for name in varying)
         return kernel.fitted(problem) if alike and smaller else None
 
-    def _forget(self) -> None:
-        self._calls.clear()
-        self._kernels.clear()
-
     def extra_repr(self) -> str:
         return ", ".join(problem.key for problem in self._problems)
