@@ -58,7 +58,7 @@ def limit_met(error: BaseException) -> str | None:
     """One line about the limit of the machine that caused an error: open files, memory, processes, or an installation that has
     gone. None if none did.
     """
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, MemoryError) or "failed to map segment" in str(cause):  # the dynamic linker's words
             return out_of_memory()
         if isinstance(cause, ImportError):
@@ -73,7 +73,7 @@ def limit_met(error: BaseException) -> str | None:
     return None
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
     """An error and what caused it, the last first."""
     seen: BaseException | None = error
     while seen is not None:

@@ -109,19 +109,10 @@ class Settings:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "trials": self.trials,
-            "timeout_s": self.timeout_s,
-            "ends_below": self.ends_below,
-            "sampler": self.sampler,
-            "seed": self.seed,
-            "paired": self.paired,
-            "resume": self.resume,
+        return vars(self) | {
             "variants": list(self.variants) if self.variants else None,
             "conditions": self.conditions.to_dict() if self.conditions else None,
-            "soak": self.soak,
             "host": self.host or socket.gethostname(),
-            "proof": self.proof,
         }
 
     @classmethod

@@ -54,7 +54,7 @@ def opening(url: str) -> Iterator[None]:
             raise UsageError(f"database {shown(url)} {error}: {remedies}") from None
         if (complaint := _complaint(url, error)) is None:
             raise
-        if _is_disk(complaint):
+        if "disk is full" in complaint or "disk I/O error" in complaint:
             raise MachineError(f"database {shown(url)} {_failed(complaint)}, or {ELSEWHERE}") from error
         raise UsageError(f"database {shown(url)} {_unopened(complaint)}") from error
 
@@ -98,10 +98,6 @@ def _complaint(url: str, error: BaseException | None) -> str | None:
 
 def _is_busy(said: str) -> bool:
     return "locked" in said
-
-
-def _is_disk(said: str) -> bool:
-    return "disk is full" in said or "disk I/O error" in said
 
 
 def _unopened(said: str) -> str:
@@ -323,7 +319,11 @@ def open_engine(url: str, *, create: bool) -> Engine | None:
             return None
         if path and create:
             create_file(path)
-        engine = _sqlite_engine(path, writes=create) if path else _with_one_writer(create_engine(url))
+        if path:
+            engine = create_engine("sqlite://", creator=lambda: connect_file(path, writes=create), poolclass=QueuePool)
+        else:
+            engine = create_engine(url)
+        _let_one_write(engine)
         try:
             if create:
                 _make_ready(engine, path)
@@ -411,12 +411,7 @@ def _check_version(connection: Connection) -> None:
     raise Unusable(complaint, "`autotax export` its winners with that version and `autotax import` them here")
 
 
-def _sqlite_engine(path: Path, *, writes: bool) -> Engine:
-    engine = create_engine("sqlite://", creator=lambda: connect_file(path, writes=writes), poolclass=QueuePool)
-    return _with_one_writer(engine)
-
-
-def _with_one_writer(engine: Engine) -> Engine:
+def _let_one_write(engine: Engine) -> None:
     file = engine.dialect.name == "sqlite"
     plain = "BEGIN" if file else None
 
@@ -425,8 +420,6 @@ def _with_one_writer(engine: Engine) -> Engine:
         locks = _writes(connection) and (file or connection.get_execution_options()["autotax_alone"])
         if statement := _ONE_WRITER.get(engine.dialect.name) if locks else plain:
             connection.exec_driver_sql(statement)
-
-    return engine
 
 
 def _watch(engine: Engine, path: Path) -> None:

@@ -24,7 +24,7 @@ from autotax.db.index import Index
 from autotax.db.records import Place, holds, same_devices
 from autotax.digests import kernel_digest
 from autotax.fleet import messages
-from autotax.fleet.messages import ClaimStatus, Engine, EngineOptions, FleetJob, HostStatus, Order, Snapshot
+from autotax.fleet.messages import ClaimStatus, Engine, EngineOptions, FleetJob, Order, Snapshot
 from autotax.fleet.queue import MOST_LAPSES, ClaimQueue, Due, place_of
 from autotax.hardware import Hardware
 from autotax.software import Environment
@@ -195,14 +195,11 @@ class Driver:
         """Why no host will claim a problem any more; empty if one may."""
         if (claim.holder is None or claim.lapsed) and claim.lapses + (claim.holder is not None) >= MOST_LAPSES:
             return f"{MOST_LAPSES} hosts were lost while they tuned it"
-        others = [host for host in self.snapshot.hosts if self._may_take(host, claim)]
+        alike = (host for host in self.snapshot.hosts if host.present and host.kind == claim.kind)
+        others = [host for host in alike if host.name != claim.failed_on]
         if claim.holder is None and claim.failed_on and not others and not self.snapshot.waiting:
             return claim.told
         return ""
-
-    @staticmethod
-    def _may_take(host: HostStatus, claim: ClaimStatus) -> bool:
-        return host.present and host.kind == claim.kind and host.name != claim.failed_on
 
     # The end
 
@@ -212,7 +209,10 @@ class Driver:
             self._queue.patience_s = min(self._queue.patience_s, self.grace_s)
             self._queue.stop(self.order.fleet)
             until = time.monotonic() + self.grace_s
-            while self._still_running() and time.monotonic() < until:
+            while self.snapshot.hosts and time.monotonic() < until:
+                self.engine.watch()
+                if not self.engine.running:
+                    break
                 time.sleep(min(0.2, self.poll_s))
         except (KeyboardInterrupt, MachineError):
             pass
@@ -222,11 +222,6 @@ class Driver:
             self._attend(0)
         with suppress(MachineError):
             self._queue.clear(self.order.fleet)
-
-    def _still_running(self) -> bool:
-        self.engine.watch()
-        here = {host.slot for host in self.snapshot.hosts}
-        return bool(here) and self.engine.running > 0
 
     def _outcome(self, interrupted: bool, trouble: str) -> FleetOutcome:
         try:

@@ -273,8 +273,13 @@ class Module(torch.nn.Module):
         """Prepares what all ranks find for these problems, where there are several ranks. Collective."""
         if self._world is not None:
             hardware = detect(self._world.backend)
-            configs = configs_for(self._world, problems, hardware, conditions, self._db, config, self._prove)
-            self._tune(problems, hardware, *configs)
+            self._tune(problems, hardware, *self._configs(self._world, problems, hardware, conditions, config))
+
+    def _configs(
+        self, world: World, problems: Sequence[Problem], hardware: Hardware, conditions: Conditions, config: Config | None
+    ) -> tuple[list[Config | None], list[str]]:
+        """The config that all ranks have for each problem, and messages for the user. Collective."""
+        return configs_for(world, problems, hardware, conditions, self._db, config, self._prove)
 
     def _tune(self, problems: Sequence[Problem], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
         """Prepares the config of each problem, and baselines. `notes` are messages for the user. Collective."""
@@ -431,7 +436,7 @@ class Module(torch.nn.Module):
     def _warn(self, notes: list[str]) -> None:
         if notes:
             name = type(self).__name__
-            warnings.warn(f"{name} takes bulk-synchronous there: {'; '.join(notes)}", RuntimeWarning, stacklevel=6)
+            warnings.warn(f"{name} takes bulk-synchronous there: {'; '.join(notes)}", RuntimeWarning, stacklevel=7)
 
 
 class SizedModule(Module):
@@ -537,6 +542,14 @@ def remember(memory: dict[K, V], key: K, value: V) -> V:
 
 def first_size(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 0
+
+
+def greatest_rows(max_m: Any, unit: int) -> int:
+    """The greatest number of rows up to `max_m` that the unit divides. Raises UsageError."""
+    if isinstance(max_m, bool) or not isinstance(max_m, int) or max_m < unit:
+        least = f"{unit}, the number of ranks" if unit > 1 else "1"
+        raise UsageError(f"max_m is {max_m!r}; it must be a whole number from {least}: give a greater one")
+    return max_m // unit * unit
 
 
 def sizes_up_to(most: int, step: int, sizes: Any) -> list[int]:

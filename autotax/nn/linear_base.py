@@ -19,10 +19,22 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.hardware import detect
+from autotax.hardware import Hardware
+from autotax.heap.world import World
 from autotax.nn import custom_ops, groups  # noqa: F401 - custom_ops registers torch.ops.autotax.*
-from autotax.nn.base import NO_OUT, Group, Module, SizeChoice, Unknown, increment_version, nothing, remember, sizes_up_to
-from autotax.nn.consensus import DTYPES, configs_for, invariant_config, wants_invariance
+from autotax.nn.base import (
+    NO_OUT,
+    Group,
+    Module,
+    SizeChoice,
+    Unknown,
+    greatest_rows,
+    increment_version,
+    nothing,
+    remember,
+    sizes_up_to,
+)
+from autotax.nn.consensus import DTYPES, invariant_config, wants_invariance
 from autotax.nn.groups import on_device
 from autotax.nn.scaled_linear import made_for
 from autotax.nn.tensor_checks import (
@@ -199,13 +211,15 @@ class ParallelLinear(Module):
         self._shape, self._dtype, self._features = tuple(weight.shape), weight.dtype, self.sides_of(weight)
         self._most, _ = self._rows_of(problems[-1])
         self._plain = self._bulk_synchronous(self._most, weight)
-        if world is not None:
-            hardware = detect(world.backend)
-            if self._invariant:
-                config = invariant_config(world, problems[-1], hardware, deployed, self._db, config)
-            configs, notes = configs_for(world, problems, hardware, deployed, self._db, config, self._prove)
-            tuned = [chosen if chosen and chosen.variant != "bsp" else None for chosen in configs]
-            self._tune(problems, hardware, tuned, notes)
+        self._look_up(problems, deployed, config)
+
+    def _configs(
+        self, world: World, problems: Sequence[Problem], hardware: Hardware, conditions: Conditions, config: Config | None
+    ) -> tuple[list[Config | None], list[str]]:
+        if self._invariant:
+            config = invariant_config(world, problems[-1], hardware, conditions, self._db, config)
+        configs, notes = super()._configs(world, problems, hardware, conditions, config)
+        return [chosen if chosen and chosen.variant != "bsp" else None for chosen in configs], notes
 
     def sides_of(self, weight: Tensor) -> tuple[int, int]:
         """Elements of a row of x, and columns of the result."""
@@ -220,11 +234,8 @@ class ParallelLinear(Module):
             raise UsageError(f"weight is {described}; it must be [n, K] of {', '.join(DTYPES.values())}: give such a one")
         require_tensor("weight", weight, tuple(weight.shape), weight.dtype, weight.device)
         unit = self._unit(ranks)
-        if isinstance(max_m, bool) or not isinstance(max_m, int) or max_m < unit:
-            least = f"{unit}, the number of ranks" if unit > 1 else "1"
-            raise UsageError(f"max_m is {max_m!r}; it must be a whole number from {least}: give a greater one")
+        most = greatest_rows(max_m, unit)
         k, n = self.sides_of(weight)
-        most = max_m // unit * unit
         requested = sizes_up_to(most, unit, [most] if once else sizes)
         return [self._problem_of(m, n, k, DTYPES[weight.dtype], ranks) for m in requested]
 

@@ -20,10 +20,9 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, ceil_div
-from autotax.hardware import detect
+from autotax.hardware import Hardware
 from autotax.nn import custom_ops
-from autotax.nn.base import NO_OUT, Module, SizeChoice, increment_version, module_of, sizes_up_to
-from autotax.nn.consensus import configs_for
+from autotax.nn.base import NO_OUT, Module, greatest_rows, increment_version, module_of, sizes_up_to
 from autotax.nn.fallback import all_gather, reduce_scatter
 from autotax.nn.groups import on_device
 from autotax.nn.tensor_checks import addend, aligned, plain, recorded, require_apart, require_no_tangent, require_tensor, small
@@ -171,26 +170,19 @@ class ScaledLinear(Module):
         per_rank = ranks if self.kind == "all_gather" else 1
 
         def problems() -> list[Any]:
-            if type(max_m) is not int or max_m < unit:
-                raise UsageError(f"max_m is {max_m!r}; it must be a whole number from {unit}: give a greater one")
-            most = max_m // unit * unit
+            most = greatest_rows(max_m, unit)
             return [self.problem(m // per_rank) for m in sizes_up_to(most, unit, [most] if config else sizes)]
 
         prepared_for, deployed = self._agreed(problems, conditions)
         self._plain = PlainScaled(self)
-        if self._world is None:
-            return
-        hardware = detect(self._world.backend)
-        configs, notes = configs_for(self._world, prepared_for, hardware, deployed, self._db, config, self._prove)
-        pairs: list[tuple[Problem, Config]] = [(size, some) for size, some in zip(prepared_for, configs, strict=True) if some]
-        kernels = self._with_additions(self._operators(pairs, hardware, notes))
-        made = {key: kernel for (key, _), kernel in zip(pairs, self._prepared.operators if self._prepared else (), strict=False)}
-        self._kernels = {self._rows_of(size): made[size] for size in prepared_for if made.get(size) in kernels and made[size]}
-        self._choices = tuple(
-            SizeChoice(problem, chosen if self._rows_of(problem) in self._kernels else None)
-            for problem, chosen in zip(prepared_for, configs, strict=True)
-        )
-        self._warn(notes)
+        self._look_up(prepared_for, deployed, config)
+
+    def _operators(self, requested: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Any]:
+        """Also compiles kernels for calls that add."""
+        return self._with_additions(super()._operators(requested, hardware, notes))
+
+    def _store(self, operators: list[Any], notes: list[str]) -> None:  # noqa: ARG002
+        self._kernels = {self._rows_of(kernel.problem): kernel for kernel in operators}
 
     def _rows_of(self, problem: Any) -> int:
         """Rows of x on each rank."""

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import ITEM_SIZES, Problem, ceil_div, choice, ranks, size
-from autotax.hardware import has_iris, links_us
+from autotax.hardware import Hardware, has_iris, links_us
 from autotax.operators import scaled
 from autotax.operators.declaration import Operator, Rates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import Tensor
 
-    from autotax.core.config import Config
-    from autotax.hardware import Hardware
     from autotax.operators.inputs import Call, Draw
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, choice, dtype, ranks, size
-from autotax.hardware import has_iris, links_us
+from autotax.hardware import Hardware, has_iris, links_us
 from autotax.operators.declaration import Operator, Rates
 from autotax.operators.scaled import GROUP, LARGEST, LEAST_BLOCK, LEAST_ROW_SCALE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import Tensor
 
-    from autotax.hardware import Hardware
     from autotax.operators.inputs import Call, Draw
 
 EPS = 1e-6

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.problem import Problem, choice, dtype, ranks, require_countable, require_divided, size
-from autotax.hardware import links_us
+from autotax.hardware import Hardware, links_us
 from autotax.operators.declaration import Operator, Rates
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-    from autotax.hardware import Hardware
     from autotax.operators.inputs import Call, Draw
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.problem import Problem, ceil_div, choice, dtype, ranks, require_divided, require_grouped, size
+from autotax.hardware import Hardware
 from autotax.operators.declaration import Operator, Rates, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-    from autotax.hardware import Hardware
     from autotax.operators.inputs import Call, Draw
 
 

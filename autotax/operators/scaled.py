@@ -10,19 +10,18 @@ A is [m, k], B [n, k]. Scales are float32, and an element stands for its value t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from autotax.core.errors import UsageError
 from autotax.core.problem import WHOLE_TYPES, ceil_div, choice, dtype
+from autotax.hardware import Hardware
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-    from autotax.hardware import Hardware
     from autotax.operators.inputs import Call, Draw
 
 GROUP = 128

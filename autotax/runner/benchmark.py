@@ -9,7 +9,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -437,21 +437,21 @@ class Outcome:
     values: tuple[float, ...]
 
 
+@dataclass(eq=False)
 class Trial:
     """`status` and the further figures in `beside` are equal on all ranks. `error`, `samples` and seconds are those of this rank.
     """
 
-    def __init__(self, bench: Bench) -> None:
-        self.bench = bench
-        self.status = "ok"
-        self.error: str | None = None
-        self.estimate_us = 0.0
-        self.samples: list[float] = []
-        self.given_up = False
-        self.remeasured = 0
-        self.soaked = 0
-        self.beside: dict[str, float] = {}
-        self.device_s = 0.0
+    bench: Bench
+    status: str = "ok"
+    error: str | None = None
+    estimate_us: float = 0.0
+    samples: list[float] = field(default_factory=list)
+    given_up: bool = False
+    remeasured: int = 0
+    soaked: int = 0
+    beside: dict[str, float] = field(default_factory=dict)
+    device_s: float = 0.0
 
     @property
     def alive(self) -> bool:

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from autotax.core.errors import MachineError
+from autotax.core.errors import MachineError, causes
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
@@ -170,13 +170,11 @@ def tells_of_full_disk(text: str | None) -> bool:
 
 def full_disk(error: BaseException) -> str | None:
     """The message about a full disk in an exception or its causes; None if there is none."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if tells_of_full_disk(str(seen)):
-            return f"{type(seen).__name__}: {seen}"
-        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
-            return f"{type(seen).__name__}: {os.strerror(seen.errno)}"
-        seen = seen.__cause__ or seen.__context__
+    for cause in causes(error):
+        if tells_of_full_disk(str(cause)):
+            return f"{type(cause).__name__}: {cause}"
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"{type(cause).__name__}: {os.strerror(cause.errno)}"
     return None
 
 

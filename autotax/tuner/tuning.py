@@ -66,7 +66,7 @@ def tune(
     accounts = Accounts()
     ledger = Ledger(store, problem, hardware, environment, settings, listener or Silence())
     limit = TimeLimit(settings.timeout_s, accounts.started if began is None else began)
-    run = _Run(problem, hardware, runner, ledger, settings, space, accounts, meanwhile, limit)
+    run = _Run(problem, hardware, runner, ledger, settings, space, accounts, meanwhile, limit, settings.soak or 0)
     decision, interrupted = None, False
     try:
         decision = run.execute()
@@ -108,27 +108,24 @@ def _statuses(measured: Sequence[Measurement]) -> dict[str, int]:
     return dict(Counter(measurement.status for measurement in measured))
 
 
+@dataclass
 class _Run:
     """One run of the tuner, from the first suggestion to the decision."""
 
-    def __init__(
-        self, problem: Problem, hardware: Hardware, runner: Runner, ledger: Ledger, settings: Settings, space: Space,
-        accounts: Accounts, meanwhile: Meanwhile | None, limit: TimeLimit,
-    ) -> None:  # fmt: skip
-        self.problem = problem
-        self.hardware = hardware
-        self.runner = runner
-        self.ledger = ledger
-        self.settings = settings
-        self.space = space
-        self.accounts = accounts
-        self.meanwhile = meanwhile
-        self.limit = limit
-        self.soak = settings.soak or 0
-        self.cut = False
-        """Whether the time limit ended the search."""
-        self.late = False
-        self.measured: list[Measurement] = []
+    problem: Problem
+    hardware: Hardware
+    runner: Runner
+    ledger: Ledger
+    settings: Settings
+    space: Space
+    accounts: Accounts
+    meanwhile: Meanwhile | None
+    limit: TimeLimit
+    soak: int
+    cut: bool = False
+    """Whether the time limit ended the search."""
+    late: bool = False
+    measured: list[Measurement] = field(default_factory=list)
 
     def execute(self) -> Decision | None:
         if not self.settings.variants:
