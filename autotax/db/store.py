@@ -70,9 +70,7 @@ class Store:
 
     # Runs
 
-    def begin_run(
-        self, problem: Problem, hardware: Hardware, environment: Environment, settings: Mapping[str, Any]
-    ) -> int:
+    def begin_run(self, problem: Problem, hardware: Hardware, environment: Environment, settings: Mapping[str, Any]) -> int:
         """Stores a run with its problem, hardware, software and settings. Returns the run's id."""
         with self._writing() as session:
             return _new_run(session, problem, hardware, environment, settings=dict(settings))
@@ -151,9 +149,7 @@ class Store:
             raise ValueError(f"{winner.config} is not verified; only a config with a verified output can be a winner")
         with self._writing() as session:
             if not proves(session.get(TrialRow, winner.trial_id), winner):
-                raise ValueError(
-                    f"trial {winner.trial_id} is not a verified one of {winner.config} for {winner.problem} here"
-                )
+                raise ValueError(f"trial {winner.trial_id} is not a verified one of {winner.config} for {winner.problem} here")
             return crown(session, winner, met)
 
     def withdraw_winner(self, winner: WinnerRecord) -> None:
@@ -238,9 +234,7 @@ class Store:
         """How many `runs`, `trials` and `winners` are kept."""
         tables = {"runs": RunRow, "trials": TrialRow, "winners": WinnerRow}
         with self._reading() as session:
-            return {
-                name: session.scalar(select(func.count()).select_from(table)) or 0 for name, table in tables.items()
-            }
+            return {name: session.scalar(select(func.count()).select_from(table)) or 0 for name, table in tables.items()}
 
     def counts_by_operator(self, kind: str) -> dict[str, int]:
         """How many `trials` or `winners` each operator has, operators included that are not loaded."""

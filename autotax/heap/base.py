@@ -290,9 +290,7 @@ def _import_iris() -> ModuleType:
     if not os.environ.get("IRIS_LOG_LEVEL"):
         logging.getLogger("iris").setLevel(logging.CRITICAL + 1)  # errors reach the user as exceptions
     if not hasattr(iris, "iris"):
-        raise HeapError(
-            f"the module {iris.__file__} is another project called iris; `pip uninstall` it, then `{INSTALL}`"
-        )
+        raise HeapError(f"the module {iris.__file__} is another project called iris; `pip uninstall` it, then `{INSTALL}`")
     return iris
 
 

@@ -392,9 +392,7 @@ _OPERATORS: tuple[Operator, ...] = (
     (
         "all_gather_rows(Tensor x, int module) -> Tensor",
         _quietly(_all_gather_rows),
-        lambda x, module: x.new_empty(
-            x.shape[0] * module_of(module).world_size, *x.shape[1:], dtype=module_of(module)._dtype
-        ),
+        lambda x, module: x.new_empty(x.shape[0] * module_of(module).world_size, *x.shape[1:], dtype=module_of(module)._dtype),
         None,
     ),
     (

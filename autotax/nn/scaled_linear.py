@@ -223,9 +223,7 @@ class ScaledLinear(Module):
         n, k = weight.shape
         return k, n
 
-    def forward(
-        self, x: Tensor, scales: Tensor | None = None, out: Tensor | None = None, residual: Tensor | None = None
-    ) -> Any:
+    def forward(self, x: Tensor, scales: Tensor | None = None, out: Tensor | None = None, residual: Tensor | None = None) -> Any:
         """The result, or a tuple of views of it for several weights."""
         y = self._forward(x, scales, out, residual)
         return y.split(self.columns, -1) if self.columns else y

@@ -217,9 +217,7 @@ def _on_nvidia(problem: AllGatherGemm, hardware: Hardware) -> bool:
 
 
 operator.peer("torch", f"{_PEERS}:TorchFused", where=_on_nvidia)
-operator.peer(
-    "torch_pipeline", f"{_PEERS}:TorchPipeline", where=_on_nvidia, modes=("graph",), served=True, leaves="whole"
-)
+operator.peer("torch_pipeline", f"{_PEERS}:TorchPipeline", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
 operator.peer("nccl_ll", f"{_PEERS}:NcclLL", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
 operator.peer("nccl_ll128", f"{_PEERS}:NcclLL128", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
 operator.peer("torch_scaled", f"{_PEERS}:TorchScaled", where=scaled.has_fast_product)

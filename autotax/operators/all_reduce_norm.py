@@ -237,13 +237,9 @@ def _whole(problem: AllReduceNorm) -> bool:
 
 
 _OTHERS = {
-    "flashinfer": _installed(
-        "flashinfer", lambda problem: _whole(problem) and problem.offset == 0 and problem.dtype != "fp32"
-    ),
+    "flashinfer": _installed("flashinfer", lambda problem: _whole(problem) and problem.offset == 0 and problem.dtype != "fp32"),
     "vllm": _installed("vllm", lambda problem: problem.world_size in (2, 4, 6, 8)),
-    "sglang": _installed(
-        "sglang", lambda problem: _whole(problem) and problem.dtype == "bf16" and problem.hidden % 256 == 0
-    ),
+    "sglang": _installed("sglang", lambda problem: _whole(problem) and problem.dtype == "bf16" and problem.hidden % 256 == 0),
 }
 operator.peer("flashinfer", f"{_KERNELS}.peers:FlashInfer", where=_OTHERS["flashinfer"])
 operator.peer("vllm", f"{_KERNELS}.engines:VllmSum", where=_OTHERS["vllm"])

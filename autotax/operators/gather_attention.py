@@ -209,9 +209,7 @@ FLOPS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 def bound(problem: GatherAttention, hardware: Hardware, _: Rates) -> dict[str, float]:
     """The time for the rank that receives most to receive the keys and values that it sees, and the time of its products."""
     token = 2 * problem.batch * problem.kv_heads * problem.head_dim * problem.item_size
-    tokens = max(
-        sum(part.keys[1] - part.keys[0] for part in problem.parts(rank)[1:]) for rank in range(problem.world_size)
-    )
+    tokens = max(sum(part.keys[1] - part.keys[0] for part in problem.parts(rank)[1:]) for rank in range(problem.world_size))
     times = links_us(token * tokens, problem.world_size - 1, hardware)
     if hardware.device in FLOPS:
         times["arithmetic"] = problem.flops / FLOPS[hardware.device] * 1e6

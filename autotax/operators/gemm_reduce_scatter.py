@@ -169,9 +169,7 @@ operator.variant(
 operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}:words")
 operator.variant("scaled_decomposed", f"{_KERNELS}.scaled_decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
 operator.variant("scaled_two_kernel", f"{_KERNELS}.scaled_two_kernel:ScaledTwoKernel", f"{_SPACES}:scaled_two_kernel")
-operator.variant(
-    "scaled_specialized", f"{_KERNELS}.scaled_specialized:ScaledSpecialized", f"{_SPACES}:scaled_specialized"
-)
+operator.variant("scaled_specialized", f"{_KERNELS}.scaled_specialized:ScaledSpecialized", f"{_SPACES}:scaled_specialized")
 operator.variant("scaled_words", f"{_KERNELS}.scaled_words:ScaledWords", f"{_SPACES}:scaled_words")
 
 
@@ -198,9 +196,7 @@ def _with_nccl(problem: GemmReduceScatter, hardware: Hardware) -> bool:
 
 _PEERS = f"{_KERNELS}.peers"
 operator.peer("torch", f"{_PEERS}:TorchFused", where=_with_torch("scattered"))
-operator.peer(
-    "torch_pipeline", f"{_PEERS}:TorchPipeline", where=_with_torch("scattered"), modes=("graph",), served=True
-)
+operator.peer("torch_pipeline", f"{_PEERS}:TorchPipeline", where=_with_torch("scattered"), modes=("graph",), served=True)
 operator.peer("torch_reduce_scatter", f"{_PEERS}:TorchReduceScatter", where=_with_torch("scattered"), served=True)
 operator.peer("torch_one_shot", f"{_PEERS}:TorchOneShot", where=_with_torch("replicated"), served=True)
 operator.peer("torch_two_shot", f"{_PEERS}:TorchTwoShot", where=_with_torch("replicated"), served=True)

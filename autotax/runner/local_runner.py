@@ -193,9 +193,7 @@ class RankPool:
             return alike | {"GPU_MAX_HW_QUEUES": os.environ.get("GPU_MAX_HW_QUEUES", str(HARDWARE_QUEUES))}
         return alike if self.hardware.on_gpu else alike | INTERPRETED | {"CUDA_VISIBLE_DEVICES": ""}
 
-    def _collect(
-        self, silence_s: float, total_s: float, until: float, first: Callable[[], None] | None = None
-    ) -> list[Any]:
+    def _collect(self, silence_s: float, total_s: float, until: float, first: Callable[[], None] | None = None) -> list[Any]:
         """One answer from each rank, after `first`; else kills the group and raises GroupLost, TimeIsUp or MachineError."""
         try:
             if first:

@@ -132,9 +132,7 @@ class Ranks:
         return Path(self._stacks.name, f"{rank}.txt")
 
 
-def run_ranks(
-    function: Callable[..., Any], world_size: int, backend: str = "cpu", *args: Any, timeout: float = 60
-) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, backend: str = "cpu", *args: Any, timeout: float = 60) -> list[Any]:
     """`function(world, *args)` on `world_size` new processes; their results in rank order. Raises RankFailure."""
     with Ranks(world_size, backend) as ranks:
         return ranks.run(function, *args, timeout=timeout)

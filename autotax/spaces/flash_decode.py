@@ -260,10 +260,7 @@ def waiting_programs(hardware: Hardware) -> int:
 def exchange(problem: FlashDecode, hardware: Hardware) -> tuple[dict[str, tuple[Value, ...]], list[dict[str, Value]]]:
     """Parameters of the exchange in kernels that push results themselves, and the values to try first."""
     ways, kinds = protocols(problem), payloads(problem)
-    sent: list[dict[str, Value]] = [
-        {"protocol": ways[-1], "payload": kinds[0]},
-        {"protocol": ways[0], "payload": kinds[-1]},
-    ]
+    sent: list[dict[str, Value]] = [{"protocol": ways[-1], "payload": kinds[0]}, {"protocol": ways[0], "payload": kinds[-1]}]
     # Neither has run on AMD; flags are the older, better-tested protocol.
     if hardware.backend == "rocm" or problem.out_rows * problem.head_dim > FEW_WORDS:
         sent.reverse()

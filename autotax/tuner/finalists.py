@@ -94,9 +94,7 @@ class Estimate:
 
 def estimate(baseline: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]]) -> Estimate:
     """How many times faster the candidate is, from the rounds of each job of both, in microseconds."""
-    logs = [
-        sorted(math.log(ratio(b, c)) for b, c in zip(*job, strict=True)) for job in zip(baseline, candidate, strict=True)
-    ]
+    logs = [sorted(math.log(ratio(b, c)) for b, c in zip(*job, strict=True)) for job in zip(baseline, candidate, strict=True)]
     medians = [statistics.median(job) for job in logs]
     ranges = [job[(3 * (len(job) - 1) + 2) // 4] - job[(len(job) - 1) // 4] for job in logs]
     expected = JOB_FLOOR**2 + (JOB_SHARE * statistics.mean(ranges)) ** 2

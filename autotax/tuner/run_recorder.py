@@ -472,9 +472,7 @@ def open_study(url: str, name: str, run_id: int, settings: Settings) -> optuna.S
         name += f"{ANEW}{run_id}"
     elif anew := [summary.study_name for summary in storage.get_all_studies() if summary.study_name.startswith(name + ANEW)]:
         name = anew[-1]
-    study = optuna.create_study(
-        storage=storage, study_name=name, direction="minimize", load_if_exists=True
-    )
+    study = optuna.create_study(storage=storage, study_name=name, direction="minimize", load_if_exists=True)
     if study.directions != [optuna.study.StudyDirection.MINIMIZE]:
         raise ValueError(f"study {name!r} does not minimize one value")
     with _experiments():

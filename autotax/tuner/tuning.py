@@ -270,9 +270,7 @@ class _Run:
         again, measured = self._measure([best.candidate, candidate], effort, meanwhile)
         return beside(best, again, measured)
 
-    def _measure(
-        self, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
-    ) -> list[Measurement]:
+    def _measure(self, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None) -> list[Measurement]:
         """Runs one job of the runner, and records its time and its notices."""
         meanwhile_s = 0.0
 
