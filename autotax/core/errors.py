@@ -55,9 +55,7 @@ def out_of_memory() -> str:
 
 
 def limit_met(error: BaseException) -> str | None:
-    """One line about the limit of the machine that caused an error: open files, memory, processes, or an installation that has
-    gone. None if none did.
-    """
+    """One line about the limit (files, memory, processes) or the missing installation that caused an error; None if none did."""
     for cause in causes(error):
         if isinstance(cause, MemoryError) or "failed to map segment" in str(cause):  # the dynamic linker's words
             return out_of_memory()

@@ -45,9 +45,7 @@ def size(
     default: Any = MISSING,
     unnamed: bool = False,
 ) -> Any:
-    """A whole number from `least` to `most`. A model changes `varying` sizes from call to call; the others are its
-    architecture. `unnamed`: see `choice`.
-    """
+    """A whole number. A model changes `varying` sizes from call to call; others are its architecture. `unnamed`: see `choice`."""
     metadata = {"about": about, "least": least, "most": most, "varying": varying}
     return field(default=default, metadata=metadata | ({"unnamed": default} if unnamed else {}))
 
@@ -165,9 +163,7 @@ class Problem(ABC):
                 yield entry
 
     def brief(self) -> str:
-        """The problem in a few words: its sizes, and fields that differ from their defaults. Callers show operator and ranks
-        separately.
-        """
+        """The problem in a few words, without operator and ranks: its sizes, and fields that differ from their defaults."""
         shown = [entry for entry in self._named() if entry.default is MISSING or getattr(self, entry.name) != entry.default]
         return ", ".join(f"{entry.name} {getattr(self, entry.name)}" for entry in shown if entry.name != "world_size")
 

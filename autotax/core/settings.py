@@ -63,9 +63,7 @@ class Settings:
     """None: `gp` if there is a trained prior for the operator and the devices, else `tpe`."""
     seed: int = 0
     paired: bool = False
-    """Whether each trial is measured in one job with the incumbent: this gives finer figures and takes about twice the time for a
-    trial that is already compiled.
-    """
+    """Whether each trial is measured in one job with the incumbent: finer figures, in about twice the time."""
     resume: bool = True
     variants: tuple[str, ...] | None = None
     conditions: Conditions | None = None
@@ -98,9 +96,7 @@ class Settings:
         return cls(**{"trials": trials, "ends_below": ends_below} | overrides)
 
     def on(self, hardware: Hardware) -> Settings:
-        """These settings with the machine's defaults filled in. Raises UsageError for conditions that the machine does not
-        support.
-        """
+        """These settings with the machine's defaults filled in. Raises UsageError for conditions that it does not support."""
         usual_soak = GPU_SOAK if hardware.on_gpu else CPU_SOAK
         return replace(
             self,

@@ -42,9 +42,7 @@ class DatabaseBusy(MachineError):
 
 @contextmanager
 def opening(url: str) -> Iterator[None]:
-    """Turns errors of a database or its driver into a UsageError, or into a MachineError if the disk is the cause. Violated
-    constraints pass through: they are bugs.
-    """
+    """Turns errors of a database or its driver into a UsageError or, of a disk, a MachineError. Violated constraints pass."""
     try:
         yield
     except Exception as error:
@@ -167,9 +165,7 @@ def create_file(path: Path) -> None:
 
 
 def connect_file(path: Path, *, writes: bool) -> sqlite3.Connection:
-    """A connection whose transactions are controlled by SQLAlchemy. It never creates a missing file: a file that vanishes during
-    a run must not come back empty.
-    """
+    """A connection whose transactions SQLAlchemy controls. It creates no file: one that vanishes must not come back empty."""
     if writes:
         return _connect(path, "mode=rw")
     # Even readers create a WAL file and remove it again. Without write permission or space this fails, or leaves a log that the
@@ -188,8 +184,7 @@ def connect_file(path: Path, *, writes: bool) -> sqlite3.Connection:
 
 
 def use_wal(path: Path) -> None:
-    """Switches the file to WAL mode: readers and one writer at a time do not wait for each other. The mode is stored in the file.
-    """
+    """Switches the file to WAL mode, for good: readers and one writer at a time do not wait for each other."""
     deadline = time.monotonic() + BUSY_SECONDS
     connection = _connect(path, "mode=rw")
     try:
@@ -240,9 +235,7 @@ def _takes_no_log(error: sqlite3.DatabaseError) -> bool:
 
 
 def _connect_without_log(path: Path) -> sqlite3.Connection:
-    """A connection for readers on a full disk. A file without a log, or with an empty log, is opened as immutable; a file with a
-    log is opened exclusively.
-    """
+    """A connection for readers on a full disk: exclusive if the file has a log, else as immutable."""
     logged = _beside(path, "-wal").exists() and _beside(path, "-wal").stat().st_size > 0
     connection = _connect(path, "mode=rw" if logged else "mode=ro&immutable=1")
     if logged:  # then SQLite keeps the index of the log in memory
@@ -371,9 +364,7 @@ def _server_has_tables(url: str) -> bool:
 
 
 def _make_ready(engine: Engine, path: Path | None) -> None:
-    """Creates the tables of the current schema and checks that the database is writable. One transaction does it all, so of two
-    processes only one does the work.
-    """
+    """Creates the tables if need be and checks that the database is writable, in one transaction: of two processes one works."""
     with writing(engine).begin() as connection:
         if not sqlalchemy.inspect(connection).has_table(Meta.__tablename__):
             Base.metadata.create_all(connection)
@@ -389,9 +380,7 @@ def _make_ready(engine: Engine, path: Path | None) -> None:
 
 
 def _replace_former_digests(connection: Connection) -> None:
-    """Replaces former digests by current ones of the same code, once for each database, because the keys of winners contain
-    digests.
-    """
+    """Replaces former digests, which are in the keys of winners, by current ones of the same code, once for each database."""
     if connection.scalar(select(Meta.value).where(Meta.name == _DIGESTS["name"])):
         return
     for table in (TrialRow, WinnerRow):

@@ -1,6 +1,4 @@
-"""Records as rows of the database and as shared files. What is read is checked: each field exists, has its type, and has a size
-that a database accepts.
-"""
+"""Records as rows of the database and as shared files. What is read is checked for fields, types and sizes."""
 
 from __future__ import annotations
 
@@ -109,9 +107,7 @@ class EntryShape(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def decoded(row: object, shape: Any) -> Any:
-    """Decodes a row, or one of its JSON columns, as a value of this type. Raises Malformed, because a database may have been
-    edited.
-    """
+    """Decodes a row, or one of its JSON columns, as a value of this type. Raises Malformed: databases get edited."""
     return converted(row, shape, attributes=True)
 
 

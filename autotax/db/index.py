@@ -52,9 +52,7 @@ def representative(problem: Problem) -> Problem:
 
 
 def bucket_key(key: str) -> str:
-    """The key of a problem's bucket, from the key of the problem. Two problems have the same bucket exactly if the tuning of one
-    may serve the other.
-    """
+    """The key of a problem's bucket. Two problems have the same one exactly if the tuning of one may serve the other."""
     sizes = _sizes_of(key.partition("/")[0])
     return sizes.sub(_its_end, key) if sizes else key
 

@@ -280,9 +280,7 @@ def lookup(
 def invariant(
     problem: Problem, *, hardware: Hardware | None = None, db: str | Path | None = None, conditions: Conditions | None = None
 ) -> Answer:
-    """One config for all sizes up to those of the problem, whose rows do not depend on how many there are: see
-    `invariant_answer`.
-    """
+    """One config for all sizes up to those of the problem, whose rows do not depend on their number: see `invariant_answer`."""
     return invariant_answer(problem, _place(hardware, conditions), sources(db))
 
 
@@ -378,9 +376,7 @@ def _save(url: str) -> int:
 
 @atexit.register
 def save_at_exit() -> None:
-    """Saves misses to existing databases at exit, if the user wants it. Errors are ignored, because a program that ends well must
-    not fail here.
-    """
+    """Saves misses to existing databases at exit, if the user wants it. Errors must not fail a program that ends well."""
     if os.environ.get(MISSES_VARIABLE) != "1":
         return
     for url in _tallies:

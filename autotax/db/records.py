@@ -197,9 +197,7 @@ class Entry:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all fields but the author. The author is unknown for winners tuned in the same database, and for anonymous
-        exports.
-        """
+        """Digest of all fields but the author, who is unknown for own winners and anonymous exports."""
         fields = {name: value for name, value in self.to_dict().items() if name != "tuned_by"}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -210,9 +208,7 @@ class Entry:
 
     @cached_property
     def strength(self) -> Strength:
-        """Sort key of the ranking: verified, then the lower bound of the speed-up over bulk-synchronous, then the number of
-        samples, then the digest.
-        """
+        """Sort key of the ranking: verified, lower bound of the speed-up over bulk-synchronous, samples, digest."""
         return self.winner.verified, self.winner.interval_low, self.count, self.digest, self.by or ""
 
 
@@ -321,9 +317,7 @@ MOST = 3
 
 @dataclass(frozen=True)
 class Stale:
-    """The former winners of one problem and the same deployed conditions, the best proven first, and the differences to this
-    place.
-    """
+    """The former winners of one problem under the same deployed conditions, the best proven first."""
 
     problem: Problem
     conditions: Conditions

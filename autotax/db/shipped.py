@@ -1,5 +1,4 @@
-"""Sources of winners. The user's database comes first, then the files shipped with the package in the format of `autotax export`.
-"""
+"""Sources of winners: the user's database, then the files shipped with the package in the format of `autotax export`."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ def _shipped() -> Source:
 MOST = 8
 """Most configs of a warm start."""
 FAR = 2.0
-"""Winners of problems at a greater distance are not used. The distance is the sum of the doublings of all sizes and of the ranks.
-"""
+"""Winners of problems at a greater distance, the doublings of all sizes and of the ranks, are not used."""
 
 
 def precedents(problem: Problem, here: Place, winners: Iterable[IndexedWinner], fits: Callable[[Config], bool]) -> list[Config]:

@@ -394,9 +394,7 @@ def _rivals(session: Session, winner: WinnerRecord) -> Sequence[WinnerRow]:
 
 
 def proves(trial: TrialRow | None, winner: WinnerRecord) -> bool:
-    """Whether the trial proves the winner: it verified exactly this config and these sources, with the winner's problem,
-    hardware, software and conditions.
-    """
+    """Whether the trial verified exactly this winner's config and sources, for its problem, place and conditions."""
     return (
         trial is not None
         and trial.verified
@@ -426,9 +424,7 @@ def _import(session: Session, entry: Entry, source: str) -> None:
 
 
 def _trial(winner: WinnerRecord) -> TrialRecord:
-    """The trial of an imported winner, marked as a trial of a finalist round. So a later search here does not reuse it and
-    measures the config itself.
-    """
+    """The trial of an imported winner, as one of a finalist round: a later search here measures the config itself."""
     return TrialRecord(
         number=0,
         config=winner.config,

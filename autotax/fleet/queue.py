@@ -72,9 +72,7 @@ class FleetRow(FleetBase):
     id: Mapped[str] = mapped_column(Id, primary_key=True)
     stopped: Mapped[bool] = mapped_column(default=False)
     dealt: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    """Kinds of hardware whose problems are dealt out. Each has the job whose BSP all its hosts measure, and the software of its
-    hosts.
-    """
+    """Kinds of hardware that have problems, each with the job whose BSP all its hosts measure, and their software."""
     began: Mapped[datetime] = mapped_column(server_default=func.now())
     heard: Mapped[datetime] = mapped_column(server_default=func.now())
 
@@ -307,9 +305,7 @@ class ClaimQueue:
         self._do(act)
 
     def attend(self, fleet: str, lease_s: float) -> tuple[list[Row[Any]], list[Row[Any]]]:
-        """Stores a sign of life of the driver. Returns all hosts and all claims of its fleet. A claim is `lapsed` if its holder
-        no longer renews it.
-        """
+        """Stores a sign of life of the driver. Returns the hosts of its fleet, and the claims, `lapsed` if nobody renews them."""
 
         def act(connection: Connection) -> tuple[list[Row[Any]], list[Row[Any]]]:
             connection.execute(update(FleetRow).where(FleetRow.id == fleet).values(heard=func.now()))
@@ -474,8 +470,7 @@ class ClaimQueue:
         return connection.execute(mine.values(**values)).rowcount == 1
 
     def _do(self, work: Callable[[Connection], T]) -> T:
-        """Runs one transaction, and repeats it while the database is unreachable. Raises MachineError, also for a malformed row.
-        """
+        """Runs one transaction, again while the database is unreachable. Raises MachineError, also for a malformed row."""
         until, pause_s = time.monotonic() + self.patience_s, 0.2
         while True:
             try:

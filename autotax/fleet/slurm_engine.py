@@ -1,6 +1,4 @@
-"""Slurm, through submitit: a job array whose jobs have one node and one task each. So every node starts, dies and is requeued
-independently.
-"""
+"""Slurm, through submitit: an array of jobs of one node each, which start, die and are requeued independently."""
 
 from __future__ import annotations
 

@@ -177,8 +177,7 @@ class Worker:
     # Beats and claims
 
     def _beat(self) -> Heartbeat | None:
-        """Sends a heartbeat when it is due, and whenever a problem has ended, because then the next problem is claimed at once.
-        """
+        """Sends a heartbeat when it is due, and whenever a problem has ended, to claim the next one at once."""
         pause_s = self.order.beat_s if self.claim else min(self._idle_s, self.order.beat_s)
         if time.monotonic() - self._beaten < pause_s:
             return None
@@ -291,15 +290,12 @@ class Worker:
     # The end
 
     def _waiting(self, said: str) -> None:  # noqa: ARG002
-        """Called while the database is unreachable. The tuner process goes on, but a worker that was asked to end stops waiting.
-        """
+        """Called while the database is unreachable: the tuner goes on, but a worker that was asked to end stops waiting."""
         if self._stop.is_set():
             raise MachineError("it was asked to end while the database was away")
 
     def _leave(self, state: str, note: str) -> None:
-        """Ends the tuner process and gives the claim back. If the database is unreachable, the worker does not wait and the claim
-        lapses.
-        """
+        """Ends the tuner process and gives the claim back, which lapses if the database is unreachable."""
         try:
             if self.claim:
                 self.busy_s += time.monotonic() - self._began

@@ -35,16 +35,12 @@ AT_ONCE, PAUSE_S = 64, 2e-4
 CPU_POLLS_PER_S = 3400
 """Most polls per second once a kernel pauses."""
 CPU_POLL_LIMIT = 20 * CPU_POLLS_PER_S
-"""Polls before a wait of a CPU rank gives up: after 20 seconds or more. A peer that shares its core with many others may take its
-time.
-"""
+"""Polls before a wait of a CPU rank gives up: after 20 seconds or more. Its peer may share a core with many others."""
 
 
 @functools.cache
 def patch_interpreter() -> None:
-    """Applies the patches; call it before the first kernel of a process. Code of later Triton versions that it does not know
-    stays unpatched.
-    """
+    """Applies the patches, before the first kernel of a process. Code of Triton that they do not know stays unpatched."""
     options: Any = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
     if getattr(options, "sanitize_overflow", False) and not getattr(options, "debug", True):
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
@@ -118,9 +114,7 @@ def _parts(kind: Any, *arguments: Any) -> set[str]:
 
 
 def _once(patch: Any, unchanged: Any) -> Any:
-    """Calls `patch(function)` unless the modules that the function uses are patched already. `patch` returns a function that
-    undoes the patch.
-    """
+    """Calls `patch(function)`, which returns how to undo it, unless the modules that the function uses are patched already."""
 
     @functools.cache
     def used(function: Any) -> tuple[ModuleType, ...]:

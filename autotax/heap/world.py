@@ -1,5 +1,4 @@
-"""World, the ranks of one job: where they meet, their barrier, the values that they exchange, and errors that all of them raise.
-"""
+"""World, the ranks of one job: where they meet, their barrier, the values that they exchange, and errors of all together."""
 
 from __future__ import annotations
 
@@ -365,8 +364,7 @@ _calls: Counter[str] = Counter()
 
 @contextmanager
 def together(world: World, task: str) -> Iterator[None]:
-    """Raises HeapError on every rank if the block raised on one of them. Collective: waits for all ranks at the end of the block.
-    """
+    """Raises HeapError on every rank if the block raised on one of them. Collective at the end of the block."""
     cause: Exception | None = None
     try:
         yield

@@ -440,9 +440,7 @@ class Module(torch.nn.Module):
 
 
 class SizedModule(Module):
-    """A module for calls of one varying size, such as a batch. It is prepared for some sizes, and a call uses the config of the
-    next greater one.
-    """
+    """A module for calls of one varying size, such as a batch. A call uses the config of the next greater size prepared for."""
 
     SIZE: str
     """The field of its problems that varies."""

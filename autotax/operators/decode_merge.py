@@ -85,9 +85,7 @@ def draw(problem: DecodeMerge, draw: Draw) -> Call:
 
 
 FAR = {"bf16": 1000.0, "fp16": 300.0, "fp32": 8.0}
-"""Standard deviation of log-sum-exps over the rows. A float32 near 1000 is accurate to 6e-5, so its weight has that relative
-error.
-"""
+"""Standard deviation of log-sum-exps over the rows. A float32 near 1000, and so its weight, is accurate to 6e-5."""
 APART = 200.0
 """Deviation of log-sum-exps over the ranks in some rows, so large that some weights vanish."""
 EMPTY = (-math.inf, math.inf, math.nan)
@@ -123,9 +121,7 @@ def _spread(problem: DecodeMerge, draw: Draw, o: Tensor, lse: Tensor) -> None:
 
 
 LEAST_SPREAD = 2.0**-28
-"""Smallest spread of an element, relative to the largest of its row: `compact` sends columns with an error of 2^-39 of the
-largest.
-"""
+"""Smallest spread of an element over the largest of its row: `compact` sends columns with an error of 2^-39 of that."""
 
 
 @operator.reference

@@ -204,9 +204,7 @@ def _seen(problem: FlashDecode, draw: Draw) -> tuple[Tensor, Tensor]:
 
 
 def _quantized(problem: FlashDecode, draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """K and V in 8 bits, and their scales. In extreme draws the scales are powers of two that differ widely, and q is multiplied
-    by the inverse of K's scales.
-    """
+    """K and V in 8 bits, and their scales. In extreme draws scales are powers of two, and q takes the inverse of K's."""
     import torch
 
     from autotax.operators.inputs import EIGHT_BITS, SPREADS, powers, scale
@@ -228,9 +226,7 @@ def _quantized(problem: FlashDecode, draw: Draw, q: Tensor, k: Tensor, v: Tensor
 
 
 def _sinks(problem: FlashDecode, draw: Draw) -> Tensor:
-    """Logits about as large as the log-sum-exp of all scores, so that they matter. In extreme draws one is -inf and one is very
-    large.
-    """
+    """Logits about as large as the log-sum-exp of all scores. In extreme draws one is -inf and one is very large."""
     import torch
 
     sinks = torch.randn(problem.q_heads, generator=torch.Generator().manual_seed(draw.seed + 11))
@@ -356,9 +352,7 @@ def _visible(problem: FlashDecode, ends: Tensor, everyones: list[Tensor], rank: 
 
 
 def _contiguous(pool: Tensor, table: Tensor) -> Tensor:
-    """The pages of each sequence [pages, page, kv_heads, head_dim] as [batch, kv_heads, tokens, head_dim]. Invalid page numbers
-    give arbitrary pages.
-    """
+    """The pages [pages, page, kv_heads, head_dim] of each sequence as [batch, kv_heads, tokens, head_dim], invalid ones too."""
     batch, pages = table.shape
     mine = pool[table.masked_fill(table >= len(pool), 0).long()]  # [batch, pages, page, kv_heads, head_dim]
     return mine.permute(0, 3, 1, 2, 4).reshape(batch, pool.shape[2], pages * pool.shape[1], pool.shape[3])
@@ -366,9 +360,7 @@ def _contiguous(pool: Tensor, table: Tensor) -> Tensor:
 
 @operator.bound(memory="the cache read once, as fast as a copy moves bytes here")
 def bound(problem: FlashDecode, hardware: Hardware, rates: Rates) -> dict[str, float]:
-    """The time to read each key and value that a rank's query tokens see once, at the copy rate measured in the same run; empty
-    on CPU ranks.
-    """
+    """The time to read what a rank's query tokens see once, at the copy rate of the same run; empty on CPU ranks."""
     copy_gbps = rates.get("copy_gbps")
     if not copy_gbps or not hardware.on_gpu:
         return {}

@@ -103,9 +103,7 @@ def draw(problem: GemmReduceScatter, draw: Draw) -> Call:
 
 
 def _spread(problem: GemmReduceScatter, a: Tensor, b: Tensor, draw: Draw) -> None:
-    """Scales rows and columns of C, equally on all ranks, and channels of A, with the inverse for B; one row is infinite, one
-    NaN.
-    """
+    """Scales rows and columns of C on all ranks alike, and channels of A against those of B; one row is infinite, one NaN."""
     from autotax.operators.inputs import SPREADS, powers, scale
 
     seed, reach = draw.seed, SPREADS[problem.dtype]

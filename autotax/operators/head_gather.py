@@ -1,6 +1,4 @@
-"""Head gather: every rank gets the heads of all. It precedes context-parallel decoding, where each rank computes attention for
-all heads.
-"""
+"""Head gather: every rank gets the heads of all. It precedes decoding where each rank computes attention for all heads."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Inputs drawn from a seed. Every rank can draw every rank's inputs, so a reference does not depend on a collective, which could
-be wrong.
-"""
+"""Inputs drawn from a seed. Every rank can draw those of all ranks, so a reference needs no collective."""
 
 from __future__ import annotations
 

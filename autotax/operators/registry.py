@@ -142,9 +142,7 @@ def load_built_in() -> None:
 
 
 def import_file(path: Path) -> Any:
-    """Imports a file under its own name, so that processes that unpickle its classes find them. It may import modules from its
-    folder.
-    """
+    """Imports a file under its own name, by which other processes unpickle its classes; its folder may hold more modules."""
     import importlib.util
 
     name = _name_of(path)

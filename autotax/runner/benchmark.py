@@ -37,9 +37,7 @@ SOAKED = (0, 1, 2, 3)
 
 
 class InputCache:
-    """Input sets by seed. Sets of even seeds are timed (normal numbers, full lengths). Sets of odd seeds are ragged and have
-    outliers.
-    """
+    """Input sets by seed: even ones are timed (normal numbers, full lengths), odd ones are ragged and have outliers."""
 
     def __init__(self, problem: Problem, rank: int, device: torch.device, hardware: Hardware) -> None:
         self.problem = problem
@@ -243,9 +241,7 @@ class Bench:
         self.compile_s = 0.0
         self.relative_error = 0.0
         self.series: list[Series] = []
-        """The series to time. First the calls; in place also the surrounding products without the calls, and the calls back to
-        back.
-        """
+        """The series to time: the calls, and in place also the surrounding products alone and the calls back to back."""
 
     def allocate(self) -> None:
         """Workspaces of the operator. Collective."""
@@ -439,8 +435,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class Trial:
-    """`status` and the further figures in `beside` are equal on all ranks. `error`, `samples` and seconds are those of this rank.
-    """
+    """`status` and `beside` are equal on all ranks. `error`, `samples` and seconds are those of this rank."""
 
     bench: Bench
     status: str = "ok"

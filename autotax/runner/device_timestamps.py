@@ -111,9 +111,7 @@ class Stamps:
 
 
 def spans_of(rows: torch.Tensor, marks: Sequence[Mark]) -> list[Span]:
-    """Converts records [count, RECORD] to spans, sorted by their begins. Of warps of a program with the same spans only the first
-    is kept.
-    """
+    """Converts records [count, RECORD] to spans, sorted by their begins. Warps of a program with equal spans count once."""
     halves = rows.contiguous().view(torch.int32).view(-1, 2 * RECORD).tolist()
     warps: dict[tuple[str, int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for time, (_, _, program, warp, code, processor, *_) in zip(rows[:, 0].tolist(), halves, strict=True):

@@ -45,9 +45,7 @@ from autotax.software import Environment
 
 START_DEADLINE_S = 180.0
 CLOSING_S = 1.0
-"""The sockets of a process that ends close before its pipe. On a busy machine, a peer may report the closed socket this much
-earlier.
-"""
+"""The sockets of a process that ends close before its pipe, so a peer may report the closed socket this much earlier."""
 GRACE_S = 5.0
 """Time for the peers of a rank that raised to agree on the error. Afterwards they are assumed to wait for that rank forever."""
 LAST_WORDS_S = 1.0
@@ -229,9 +227,7 @@ class RankPool:
         raise self._lost(list(waiting.values()), waited)
 
     def _receive(self, rank: _Rank, looked: float) -> None:
-        """Takes a rank's next message. A rank that ended without a message may have done so at any time since the pool last
-        `looked`.
-        """
+        """Takes a rank's next message. A rank without one ended at some time since the pool last `looked`."""
         try:
             message = rank.pipe.recv()
         except (EOFError, OSError):  # it ended, or it was stopped in the middle of a message
@@ -412,9 +408,7 @@ class LiveRunner:
             self._news = self._neighbours()
 
     def _start(self, until: float) -> Environment:
-        """Starts the ranks, in several attempts: lost ranks may hold their devices a moment longer, and a rank may be killed as
-        it starts.
-        """
+        """Starts the ranks, in several attempts: lost ranks may hold their devices a moment longer."""
         for attempt in range(1, STARTS + 1):
             try:
                 return self.pool.start(until)

@@ -41,8 +41,7 @@ class Effort:
     give_up_us: float | None = None
     """A candidate whose first samples are slower than this is not measured further (status `pruned`)."""
     soak: int = 0
-    """Replays with random delays of the ranks and changing inputs, each compared with its reference, that a candidate must
-    pass after it was timed."""
+    """Replays with random delays and changing inputs, each compared with its reference, that a timed candidate must pass."""
     within_s: float | None = None
     """Seconds that the whole job may take, restarts of ranks included; a live runner then raises TimeIsUp. None: no limit."""
 
@@ -160,9 +159,7 @@ class Measurement:
 
 
 Meanwhile = Callable[[], None]
-"""Work of the caller for the time in which the ranks measure. The runner may call it late, after the ranks have finished, or
-never.
-"""
+"""Work of the caller while the ranks measure. The runner may call it late, after the ranks have finished, or never."""
 
 
 class Runner(Protocol):
@@ -264,9 +261,7 @@ def look(devices: Sequence[str], ours: Collection[int]) -> tuple[str, ...]:
 
 
 def device_uuids(count: int) -> list[str]:
-    """UUIDs of the first `count` GPUs in torch's order, which may differ from nvidia-smi's; empty strings if torch does not know
-    them.
-    """
+    """UUIDs of the first `count` GPUs in torch's order, not nvidia-smi's; empty strings if torch does not know them."""
     import torch
 
     properties = [torch.cuda.get_device_properties(device) for device in range(min(count, torch.cuda.device_count()))]
@@ -418,9 +413,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Raised:
-    """A rank raised an error in its stage, so its peers may wait for it forever. If all ranks still agree on the outcome, this
-    rank sends its next message.
-    """
+    """A rank raised an error in its stage. If all ranks still agree on the outcome, it sends its next message."""
 
     status: str
     text: str

@@ -86,9 +86,7 @@ class _Executed(subprocess.Popen[bytes]):
 
 @dataclass
 class Child:
-    """A process with a pipe to it. Its output goes to a file without a name; if it dies, the error message quotes the last line
-    of its present task.
-    """
+    """A process with a pipe to it, and a file without a name for its output; if it dies, an error quotes its last line."""
 
     process: Process
     pipe: Connection
@@ -133,9 +131,7 @@ class Child:
             self.process.end()
 
     def kill(self) -> None:
-        """Ends it at once with all it started, and waits until it is gone. Safe to call twice. Raises MachineError if it stays,
-        as a process stuck in a driver does.
-        """
+        """Ends it at once with all it started, and waits. Safe to call twice. Raises MachineError if it is stuck in a driver."""
         self.stop()
         try:
             self.process.wait(ENDING_S)
@@ -217,9 +213,7 @@ START_S = 120.0
 
 
 def address_of(name: str, environment: Mapping[str, str]) -> str:
-    """The address of the server with this name for this Python, checkout and environment. It is an abstract socket, which leaves
-    no file.
-    """
+    """The address of the server of this name for this Python, checkout and environment: an abstract socket without a file."""
     shared = (sys.executable, str(Path(__file__).parent), *(environment.get(name) for name in READ_ON_IMPORT))
     return f"\0autotax-{name}-{hashlib.sha256(repr(shared).encode()).hexdigest()[:12]}"
 
@@ -250,17 +244,13 @@ class Forked:
         return self.returncode
 
     def end(self) -> None:
-        """Kills the process and all its children, through the server. A direct kill would be unsafe, because the process id may
-        belong to another process by now.
-        """
+        """Kills the process and its children through the server, which knows whether the process id is still its own."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
 
 class ForkServer:
-    """Forks processes at the shared server if there is one, else at a private server for each environment. Servers start at the
-    first request.
-    """
+    """Forks processes at the shared server if there is one, else at a private one for each environment, once needed."""
 
     def __init__(self) -> None:
         self._servers: dict[str, subprocess.Popen[bytes]] = {}

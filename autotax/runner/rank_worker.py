@@ -47,9 +47,7 @@ class Fault(Exception):
 
 
 class Stages:
-    """Carries out stages in step with the peers; `tell` receives each stage before it begins, because the rank may hang in it,
-    and each error raised.
-    """
+    """Carries out stages in step with the peers; `tell` receives each stage before it begins, and each error raised."""
 
     def __init__(self, world: World, tell: Callable[[Stage | Raised], None]) -> None:
         self.world = world
@@ -60,9 +58,7 @@ class Stages:
         self._tell(Stage(stage))
 
     def run(self, stage: str, action: Callable[[], Any], label: str | None = None) -> Outcome:
-        """Does one stage and agrees with the peers on how it went. Collective. Raises Fault, and again any error about a full
-        disk.
-        """
+        """Does one stage and agrees with the peers on how it went. Collective. Raises Fault, and errors about a full disk."""
         self.tell(label or stage)
         status, error, figure = "ok", None, None
         started = time.perf_counter()

@@ -262,9 +262,7 @@ def _interpreted(call: Callable[[], Any], context: Any) -> tuple[Any, list[Slice
 
 @contextmanager
 def _recording(slices: list[Slice], context: Any) -> Iterator[None]:
-    """Records the kernels, programs and device functions of the Triton interpreter in this process, on the clock of the host. The
-    kernels are not changed.
-    """
+    """Records kernels, programs and device functions of Triton's interpreter in this process, on the clock of the host."""
     from triton.runtime import interpreter
 
     track, program = "host", ("", 0.0)

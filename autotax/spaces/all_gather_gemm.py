@@ -34,23 +34,15 @@ MOST_ROWS_ACROSS = 128
 LEAST_HALF = 1024
 """Fewest rows of a chunk in seeds that cut shards."""
 CONTROL_BYTES = {"cuda": 1024}
-"""Shared memory beside the blocks of a pipeline: barriers and data exchanged between the threads of a program. On ROCm threads
-exchange none while a pipeline runs.
-"""
+"""Shared memory beside the blocks of a pipeline, for barriers and exchange between threads. On ROCm there is none."""
 ACCUMULATOR_REGISTERS = 160
 """Most float32 accumulators per thread that leave registers for the loop."""
 FLOAT32_REGISTERS, FLOAT32_BLOCK_K = 32, 32
-"""The limit of accumulators and the largest block of K where no tensor core multiplies float32. A thread then keeps its operands
-in registers too.
-"""
+"""Most accumulators and largest block of K where no tensor core multiplies float32, and operands take registers, too."""
 COSTS_OF_PARTS = (2.0, 1.2)
-"""Time of one split-K part over its share of the tile's time; measured 1.1 to 2.6 (results/notes/all-gather-gemm.md). Seeds
-assume the first value, then the second.
-"""
+"""Time of a split-K part over its share of the tile's, in first and last seeds; measured 1.1 to 2.6 (results/notes)."""
 RATES = {32768: 1.0, 16384: 0.9, 8192: 0.75, 4096: 0.55}
-"""Relative GEMM rate of NVIDIA GPUs by elements of a tile; the largest tile has 1. Smaller tiles read more of A and B per
-product. Sizes not listed are slower still.
-"""
+"""Relative GEMM rate of NVIDIA GPUs by elements of a tile. Smaller tiles read more; sizes not listed are slower still."""
 AMD_REGISTERS, AMD_ADDRESSES = 512, 50
 """32-bit registers per lane of a SIMD, shared by its waves; and about how many a wave needs for addresses and counters."""
 MOST_SPILLS = 64
@@ -249,9 +241,7 @@ def _tile_seeds(problem: AllGatherGemm, hardware: Hardware, *, across: bool = Fa
 
 
 def _made_to_fit(problem: AllGatherGemm, hardware: Hardware, tile: dict[str, int]) -> dict[str, Value]:
-    """The tile with as many stages as shared memory has room for, and a smaller block of K where even two stages do not fit;
-    empty if nothing fits.
-    """
+    """The tile with as many stages as fit in shared memory, else with a smaller block of K; empty if nothing fits."""
     for k in (size for size in (tile["block_k"], 64, 32) if size <= tile["block_k"]):
         for stages in range(tile["num_stages"], 1, -1):
             if _pipeline_fits(problem, hardware, tile["block_m"], tile["block_n"], k, stages):
@@ -370,9 +360,7 @@ def scaled_packets(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace |
 
 
 def copy_engine(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
-    """Large shards get a seed that sends halves: with slow links, tiles can then start on the first half of the last shard. A
-    chunk costs 5 us.
-    """
+    """Large shards get a seed that sends halves, on the first of which tiles can start. A chunk costs 5 us."""
     if problem.weight != "nk" or problem.dtype == "e4m3":
         return None
     orders, chunks = order_parameters(problem), chunk_parameters(problem)
@@ -541,9 +529,7 @@ BY_WORDS = (0, 128, 256, 512, 768, 1024, 1536)
 PACES = (0, 240, 270, 300, 330, 350)
 """Rate in GB/s that a rank's senders keep to; 0 means no limit."""
 WORDS_OF_A_SHARD = 1 << 17
-"""Elements of a shard that seeds send as words: 2.4 us of link time with four ranks. Measured on two H200 that sent as much as
-four do.
-"""
+"""Elements of a shard that seeds send as words: 2.4 us of link time with four ranks. Measured like PACE."""
 PACE, SLOWER = 330, 300
 """GB/s. PACE is the rate that links of 350 GB/s carry without queueing; SLOWER suits some GEMMs of one wave. Measured on two H200
 that sent as much as four do.
@@ -731,14 +717,10 @@ def push_two_kernel(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace 
 
 
 MOST_ROWS = 256
-"""Most rows of all shards together. At 256 `push_specialized` is already faster: 3 MB of words take 10 us. Measured on two H200
-that sent as much as four do.
-"""
+"""Most rows of all shards together. At 256 `push_specialized` is already faster. Measured like PACE."""
 BLOCKS_K = (64, 128)
 LOW = 32
-"""Most rows of a tile whose products take little time compared with a barrier per 64 columns. Measured on two H200 that sent as
-much as four do.
-"""
+"""Most rows of a tile whose products take little time compared with a barrier per 64 columns. Measured like PACE."""
 PUSH_WORDS_STAGES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20)
 USUAL_COLUMNS = 768
 """Columns of B to prefetch; more delays the LL words. Measured on two H200 that sent as much as four do."""

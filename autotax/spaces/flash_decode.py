@@ -81,9 +81,7 @@ def heads_together(values: Mapping[str, Value]) -> int:
 
 
 def attention_constraints(problem: FlashDecode, hardware: Hardware) -> tuple[Constraint, ...]:
-    """Resource limits of the attention core. They are estimates, so the smallest block with the fewest stages and the most warps
-    is always allowed.
-    """
+    """Resource limits of the attention core, as estimates: the smallest block with fewest stages and most warps always passes."""
     ranges = attention_parameters(problem, hardware)
     least, fewest, most = ranges["block_s"][0], ranges["num_stages"][0], ranges["num_warps"][-1]
     width = max(16, power_of_two(problem.head_dim))

@@ -1,7 +1,7 @@
 """Search spaces of GEMM + Reduce-Scatter, one function per variant; before them what they share.
 
 A rank computes as many tiles as in All-Gather + GEMM with the same sizes, in shards of the same height. So tile parameters and
-resource limits come from `spaces.all_gather_gemm.tiles`.
+resource limits come from `spaces.all_gather_gemm`.
 """
 
 from __future__ import annotations
@@ -128,9 +128,7 @@ def time_of(problem: GemmReduceScatter, hardware: Hardware, config: Config) -> f
 def seeds(
     problem: GemmReduceScatter, hardware: Hardware, variant: str, extras: list[dict[str, Value]], most: int
 ) -> tuple[Config, ...]:
-    """The tiles of All-Gather + GEMM with these extras. On NVIDIA they are sorted by `time_of`, and the first ones differ in
-    size.
-    """
+    """The tiles of All-Gather + GEMM with these extras; on NVIDIA sorted by `time_of`, the first ones of different sizes."""
     allowed = parameters(problem, hardware)
     chosen: dict[Config, None] = {}
     base = {"order": allowed["order"][-1], "splits": 1}

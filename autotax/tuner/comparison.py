@@ -37,9 +37,7 @@ class Choice:
 
 
 def trials_here(store: Store, space: Space, conditions: Conditions) -> list[TrialRecord]:
-    """The trials of exactly this problem that hold here: same hardware, Triton, comm library and conditions, and same sources of
-    their variants.
-    """
+    """The trials of exactly this problem that hold here: hardware, software, conditions and sources are the same."""
     here = Place(space.hardware, environment(space.hardware.backend), conditions)
     return [trial for trial in store.trials(space.problem, space.hardware) if not _differences(trial, here)]
 
@@ -148,9 +146,7 @@ class Comparison:
         return f"<Comparison {self.problem.key}: {self.error or ', '.join(figures) or 'nothing verified'}>"
 
     def to_frame(self) -> Any:
-        """The rows as a `pandas.DataFrame`: name, variant, parameters, latency in us, speed-up over BSP, status. Raises
-        UsageError without pandas.
-        """
+        """The rows as a `pandas.DataFrame`, with parameters and latency in us. Raises UsageError without pandas."""
         return frame(
             {
                 "name": row.name, "variant": row.variant, **row.measurement.config.values,
@@ -223,9 +219,7 @@ def launched(conditions: Conditions, hardware: Hardware) -> str:
 
 
 def shown_variants(problem: Problem, hardware: Hardware, admitted: Sequence[str], *, every: bool) -> list[str]:
-    """The variants that get a separate row: on GPUs the ladder of an operator that has one, else all of them or none. Peers have
-    rows of their own.
-    """
+    """The variants that get a row: on GPUs the ladder of the operator, else all or none. Peers have rows of their own."""
     operator = registry.of(problem)
     ladder = [variant.name for variant in operator.ladder if variant.name in admitted]
     if every:

@@ -184,8 +184,7 @@ def settled(first: Measurement, again: Measurement) -> tuple[Measurement, str | 
 # The round.
 
 FEWEST_JOBS, MOST_JOBS = 2, 4
-"""Interleaved jobs. A single job does not show how much jobs differ. Candidates that are not separated after MOST_JOBS are a tie.
-"""
+"""Interleaved jobs. One does not show how much jobs differ; not separated after MOST_JOBS is a tie."""
 CHALLENGERS, BASELINES = 6, 2
 """Most finalists that are not BSP, and that are."""
 FEWEST_SAMPLES = 10
@@ -217,9 +216,7 @@ class Paces:
         return finalists * (jobs * (self.trial_s + ROUND_EFFORT.seconds) + soak * replay_s)
 
     def fitting(self, seconds: float, soak: int) -> tuple[int, int, int]:
-        """The challengers, the BSP configs and the replays of a soak that fit into `seconds`. The soak is cut last, to one
-        replay at least.
-        """
+        """The challengers, BSP configs and replays of a soak that fit into `seconds`. The soak is cut last, to one at least."""
         for challengers, baselines in ((CHALLENGERS, BASELINES), (4, BASELINES), (2, 1), (1, 1)):
             if self.expected_s(challengers + baselines, soak, FEWEST_JOBS) <= seconds:
                 return challengers, baselines, soak

@@ -58,9 +58,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Standing:
-    """A finalist after the interleaved jobs. `speedup` is over BSP of the same jobs. The interval contains the speedup of another
-    job with 95 % confidence.
-    """
+    """A finalist, with its speed-up over BSP of the same jobs. The interval contains that of another job with 95 % confidence."""
 
     measurement: Measurement
     speedup: float

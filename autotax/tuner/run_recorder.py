@@ -52,8 +52,7 @@ R = TypeVar("R")
 
 
 class Patience:
-    """Repeats a call that found the database busy, until it succeeds or LONGEST_WAIT_S have passed. Reports the wait by `notice`.
-    """
+    """Repeats a call while the database is busy, for LONGEST_WAIT_S at most. Reports the wait by `notice`."""
 
     def __init__(self, notice: Callable[[str], None]) -> None:
         self._notice = notice
@@ -212,9 +211,7 @@ class Ledger:
         return {config for config, record in latest.items() if not record.verified}
 
     def precedents(self, space: Space) -> list[Config]:
-        """Configs of the space that won this problem or similar problems, here or elsewhere. They come from this database and the
-        shipped winners.
-        """
+        """Configs of the space that won this problem or similar ones, by this database and the shipped winners."""
         problem, hardware, environment = self.key
         here = Place(hardware, environment, self.conditions)
         return self.patience(known_precedents, problem, here, self.store, space.__contains__)
@@ -275,9 +272,7 @@ def left(url: str) -> list[tuple[Path, int, str]]:
 
 
 def _place(url: str) -> Path:
-    """Prefix of the marker files: next to a SQLite file, or for a server in the user's data folder, where later runs of this
-    machine find them.
-    """
+    """Prefix of the marker files: beside a SQLite file, else in the user's data folder, where later runs look."""
     return sqlite_path(url) or platformdirs.user_data_path("autotax") / identity(url)
 
 
@@ -303,9 +298,7 @@ class Flight:
         cut = [noted[run] for run in noted if done < run < run_id and statuses.get(run) == "running"]
         in_flight = (Config.from_dict(config) for note in cut if not _may_go_on(note["by"]) for config in note["configs"])
         self.deaths = Counter(config for config in in_flight if config.variant != "bsp")
-        """Counts consecutive killed runs during which a config was being measured. BSP is excluded, because every decision needs
-        it.
-        """
+        """Consecutive killed runs during which a config was being measured. BSP is excluded: every decision needs it."""
 
     @property
     def deadly(self) -> list[Config]:
@@ -323,9 +316,7 @@ def this_process() -> list[Any]:
 
 
 def _may_go_on(by: Sequence[Any]) -> bool:
-    """Whether the process of an earlier run may still be alive. Processes of other hosts cannot be checked, so they count as
-    alive.
-    """
+    """Whether the process of an earlier run may still be alive. Processes of other hosts count as alive."""
     (host, boot, number), (here, since, mine) = by, this_process()
     if host != here:
         return True
@@ -450,9 +441,7 @@ class Study:
 def finished(
     space: Space, measurement: Measurement, attributes: Mapping[str, str | float] | None = None
 ) -> optuna.trial.FrozenTrial:
-    """The Optuna trial for a measurement. Only verified latencies are values; every other outcome is pruned, which the sampler
-    treats as bad.
-    """
+    """The Optuna trial for a measurement. Outcomes without a verified latency are pruned, which the sampler takes as bad."""
     params = Space.as_suggestion(measurement.config)
     space.suggest(spelled := optuna.trial.FixedTrial(params))
     value = score_us(measurement) if measurement.verified else None
@@ -482,9 +471,7 @@ def open_study(url: str, name: str, run_id: int, settings: Settings) -> optuna.S
 
 
 def study_name(problem: Problem, hardware: Hardware, environment: Environment, conditions: Conditions, space: str) -> str:
-    """The name of a problem's study. It is readable, and ends with a digest of all facts that must be equal for trials to be
-    comparable.
-    """
+    """The name of a problem's study, readable, with a digest of all facts that make trials comparable."""
     key = f"{problem.key} on {hardware.digest} with {environment.digest} in {space} as {conditions.key}"
     place = f"{problem.world_size} x {hardware.device}" if hardware.on_gpu else f"{problem.world_size} CPU ranks"
     digest = hashlib.sha256(key.encode()).hexdigest()[:8]

@@ -139,9 +139,7 @@ class _Run:
         return self._decide()
 
     def _tell_untried(self) -> None:
-        """Reports variants without trials: earlier runs may have used the budget before a variant existed, or before its sources
-        changed.
-        """
+        """Reports variants without trials, for instance new ones after earlier runs have used the budget."""
         untried = sorted(set(self.space.variants) - {measurement.config.variant for measurement in self.measured})
         if untried and len(self.measured) >= self.settings.trials:
             used = f"earlier runs have used the budget of {self.settings.trials} trials: give more --trials"
@@ -359,9 +357,7 @@ class _Run:
         return decision
 
     def _unfit(self) -> set[Config]:
-        """Configs that failed as finalists before. Configs that were being measured when runs were killed are first stored as
-        such failures.
-        """
+        """Configs that failed as finalists before; those that were in flight when runs were killed are first stored as such."""
         failed = self.ledger.failed_finalists()
         failures = failed | {m.config for m in self.measured if m.status != "ok"}
         for config in (config for config in self.flight.deadly if config not in failures):
