@@ -54,17 +54,13 @@ def representative(problem: Problem) -> Problem:
 def bucket_key(key: str) -> str:
     """The key of a problem's bucket. Two problems have the same one exactly if the tuning of one may serve the other."""
     sizes = _sizes_of(key.partition("/")[0])
-    return sizes.sub(_its_end, key) if sizes else key
+    return sizes.sub(lambda match: _end(match[0]), key) if sizes else key
 
 
 def _family(key: str) -> str:
     """The key of a problem without its varying sizes."""
     sizes = _sizes_of(key.partition("/")[0])
     return sizes.sub("", key) if sizes else key
-
-
-def _its_end(match: re.Match[str]) -> str:
-    return _end(match[0])
 
 
 @lru_cache(maxsize=2**16)

@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -114,22 +114,29 @@ def _current(winners: Sequence[IndexedWinner], here: Place) -> list[IndexedWinne
 
 
 def _exact(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
-    for winner in _current(source.index.of_problem(problem.key), here):
-        config = winner.config
-        if why_not := _space_refuses(problem, here, config):
-            refused.append(f"{source.whose} winner of this problem does not fit: {why_not}")
-            continue
-        tuned = f"{source.origin}tuned for this problem" if source.origin else "tuned here"
-        return _tuned(winner, config, "exact", f"{tuned}; {_margin(winner)}")
+    tuned = f"{source.origin}tuned for this problem" if source.origin else "tuned here"
+    winners = _current(source.index.of_problem(problem.key), here)
+    for winner in _fitting(problem, here, winners, refused, f"{source.whose} winner of this problem does"):
+        return _tuned(winner, winner.config, "exact", f"{tuned}; {_margin(winner)}")
     return None
+
+
+def _fitting(
+    problem: Problem, here: Place, winners: Iterable[IndexedWinner], refused: list[str], subject: str
+) -> Iterator[IndexedWinner]:
+    """The winners whose configs can run a problem here. `refused` takes why others do not fit."""
+    for winner in winners:
+        if why_not := space_for(problem, here.hardware).why_not(winner.config):
+            refused.append(f"{subject} not fit: {why_not}")
+        else:
+            yield winner
 
 
 def _nearest(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
     for winner in _by_distance(problem, _current(source.index.of_bucket(problem.key), here)):
         config, sizes = winner.config, _sizes(winner.problem_key, problem)
         said = _difference(problem, sizes)
-        if why_not := _space_refuses(problem, here, config):
-            refused.append(f"the nearest winner, {said}, does not fit: {why_not}")
+        if not any(_fitting(problem, here, [winner], refused, f"the nearest winner, {said}, does")):
             continue
         if (expected := winner.interval_low * _kept_share(problem, sizes, config)) < LEAST_EXPECTED and config.variant != "bsp":
             refused.append(f"the nearest winner, {said}, is expected to be {expected:.2f}x as fast as BSP here")
@@ -166,12 +173,10 @@ def _kept_share(problem: Problem, sizes: dict[str, int], config: Config) -> floa
 def _stale(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
     """The answer from a stale winner. Winners of another backend are left out, because their kernels cannot run here."""
     winners = source.index.of_problem(problem.key)
-    for winner in _fewest_differences([w for w in winners if w.place.hardware.backend == here.hardware.backend], here):
-        config, differences = winner.config, ", ".join(winner.differences(here))
-        if why_not := _space_refuses(problem, here, config):
-            refused.append(f"{source.whose} stale winner of this problem does not fit: {why_not}")
-            continue
-        return _tuned(winner, config, "stale", f"{source.origin}tuned for this problem, but it is stale: {differences}")
+    possible = _fewest_differences([w for w in winners if w.place.hardware.backend == here.hardware.backend], here)
+    for winner in _fitting(problem, here, possible, refused, f"{source.whose} stale winner of this problem does"):
+        reason = f"{source.origin}tuned for this problem, but it is stale: {', '.join(winner.differences(here))}"
+        return _tuned(winner, winner.config, "stale", reason)
     return None
 
 
@@ -187,11 +192,6 @@ def _fallback(problem: Problem, here: Place, sources: Sequence[Source], refused:
     winners = [winner for source in sources for winner in source.index.of_problem(problem.key)]
     passed_over = any(same_devices(winner.place.hardware, here.hardware) for winner in winners)
     return Answer(config.variant, config.params, "fallback", None, f"{reason}; run `autotax tune`", passed_over)
-
-
-def _space_refuses(problem: Problem, here: Place, config: Config) -> str | None:
-    """Why a config cannot run a problem here, or None. Every config that the space admits can run (see tests/models)."""
-    return space_for(problem, here.hardware).why_not(config)
 
 
 def _fewest_differences(winners: Sequence[IndexedWinner], here: Place) -> list[IndexedWinner]:

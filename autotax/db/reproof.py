@@ -99,7 +99,9 @@ def stale(problems: Iterable[Problem], here: Place, db: str | Path | None) -> tu
 def _failures(problems: tuple[Problem, ...], here: Place, url: str) -> dict[Problem, str]:
     with Store.open(url, create=False) as store:
         runs = {problem: [run for run in store.runs(problem) if _was_here(run, here)] for problem in problems}
-    return {problem: _why(tried[-1]) for problem, tried in runs.items() if tried}
+    last = {problem: tried[-1] for problem, tried in runs.items() if tried}
+    ends = {"running": "it did not end", "failed": "nothing could be verified"}
+    return {problem: run.notices[-1] if run.notices else ends[run.status] for problem, run in last.items()}
 
 
 def forget() -> None:
@@ -115,10 +117,6 @@ def _was_here(run: RunRecord, here: Place) -> bool:
     deployed = run.settings.get("conditions") == here.conditions.to_dict()
     tried = run.settings.get("proof") is True and run.status in ("failed", "running")
     return tried and alike and deployed and same_devices(run.hardware, here.hardware)
-
-
-def _why(run: RunRecord) -> str:
-    return run.notices[-1] if run.notices else "it did not end" if run.status == "running" else "nothing could be verified"
 
 
 def _winners(problem: Problem, here: Place, db: str | Path | None) -> list[IndexedWinner]:

@@ -178,12 +178,6 @@ def place_of(row: Any) -> HostHello:
     return HostHello(formats.hardware_of(row.hardware), formats.environment_of(row.environment))
 
 
-def probes_of(row: Any) -> dict[str, float]:
-    """Microseconds of BSP on a host, by problem. Raises Malformed."""
-    checked: dict[str, float] = converted(row.probes, dict[str, Positive])
-    return checked
-
-
 def dealt_of(values: object, kind: str) -> tuple[FleetJob | None, Environment | None] | None:
     """The first measurement of all hosts of a kind, and their software; None if nothing was dealt to them. Raises Malformed."""
     checked: _DealtShape | None = converted(values, dict[str, _DealtShape]).get(kind)
@@ -318,7 +312,7 @@ class ClaimQueue:
             claims = select(*columns, lapsed).where(ClaimRow.fleet == fleet).order_by(ClaimRow.kind, ClaimRow.place)
             checked: list[Row[Any]] = list(connection.execute(hosts))
             for row in checked:  # checks the columns that the driver and its screen read
-                place_of(row), probes_of(row)
+                place_of(row), converted(row.probes, dict[str, Positive])
             return checked, list(connection.execute(claims))
 
         return self._do(act)

@@ -152,7 +152,8 @@ class Worker:
                 if not answer.going:
                     return "left", ""
                 if self.claim and not answer.held:
-                    self._lost_claim()
+                    self.claim = None  # another worker has it
+                    self._restart_bench()
                 if why := self._differs(answer.software):
                     return "refused", why
                 if answer.dealt and not self._probed:
@@ -223,11 +224,6 @@ class Worker:
         self._heard = time.monotonic()
         self.bench.send(self.claim.job)
 
-    def _lost_claim(self) -> None:
-        """Gives up the current problem because another worker has its claim."""
-        self.claim = None
-        self._restart_bench()
-
     def _restart_bench(self) -> None:
         self.bench.kill()
         self.bench.start(self.order)
@@ -247,8 +243,7 @@ class Worker:
         except TunerLost as lost:
             if self.claim is None:
                 raise
-            self.bench.kill()
-            self.bench.start(self.order)
+            self._restart_bench()
             self._ended(Ended("trouble", str(lost)))
             return
         if heard is not None:

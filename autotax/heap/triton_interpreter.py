@@ -56,7 +56,8 @@ def patch_interpreter() -> None:
         tl.core.tensor.__init__ = _with_shapes(tl.core.tensor.__init__)
     if hasattr(tl.core, "_unwrap_if_constexpr"):
         tl.core._unwrap_if_constexpr = _seldom(tl.core._unwrap_if_constexpr)
-    tl.core.dtype.__eq__ = _same_or(tl.core.dtype.__eq__)
+    equal = tl.core.dtype.__eq__
+    tl.core.dtype.__eq__ = lambda self, other: self is other or bool(equal(self, other))
     builder: Any = getattr(interpreter, "InterpreterBuilder", None)
     pauses = _Pauses()
     for name, position in (("create_atomic_rmw", 1), ("create_masked_load", 0)):
@@ -188,13 +189,6 @@ def _seldom(unwrap: Any) -> Any:
         return argument.value if kind is constant else argument if kind in plain else unwrap(argument)
 
     return unwrap_others
-
-
-def _same_or(equal: Any) -> Any:
-    def same_or_equal(self: Any, other: Any) -> bool:
-        return self is other or bool(equal(self, other))
-
-    return same_or_equal
 
 
 def _unless_alike(check: Any) -> Any:

@@ -248,9 +248,7 @@ def _decoded(rank: int, data: bytes, kind: Any) -> Any:
         raise MachineError(f"what rank {rank} tells the others is no {_name(kind)} ({error})") from None
 
 
-@cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind)
+_decoder = cache(msgspec.msgpack.Decoder)
 
 
 def _name(kind: Any) -> str:

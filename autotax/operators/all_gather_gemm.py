@@ -146,16 +146,12 @@ def reference(problem: AllGatherGemm, calls: Sequence[Call], rank: int) -> tuple
 
     from autotax.operators.verification import product_and_spread
 
-    shards = [_numbers_of_a(problem, call) for call in calls]
+    shards = [scaled.numbers_of_a(problem, call.tensors) for call in calls]
     a = torch.cat(shards, dim=0 if problem.shard == "m" else 1)[: problem.m]
     b = calls[rank].tensors[1].float()
     if problem.dtype == "e4m3":
         b = scaled.dequantised(calls[rank].tensors[1], calls[rank].tensors[-1], problem.scales, weight=True)
     return product_and_spread(a, b)
-
-
-def _numbers_of_a(problem: AllGatherGemm, call: Call) -> Tensor:
-    return scaled.numbers_of_a(problem, call.tensors) if problem.dtype == "e4m3" else call.tensors[0].float()
 
 
 @operator.bound(links="the links at full rate")

@@ -172,6 +172,8 @@ def draw_call(problem: Any, draw: Draw, rows: int, out_rows: int, tensor: int, *
 
 def numbers_of_a(problem: Any, tensors: Sequence[Tensor]) -> Tensor:
     """The float32 numbers that the A of a call stands for, quantised if the problem says so. `tensors` are those of the call."""
+    if problem.dtype != "e4m3":
+        return tensors[0].float()
     a, scales = tensors[0], tensors[2]
     if problem.quantize != "none":
         scales = scales if problem.quantize == "static" else scales_of(a, problem.quantize)

@@ -127,7 +127,9 @@ class RankPool:
         # A store remembers the group that used it: each group gets a new one.
         self._meeting = Meeting()
         for member in self.ranks:
-            self._set_up(member, self._meeting.address)
+            setup = member.rank, self.world_size, self.hardware.backend, self._meeting.address, self.heap_bytes, self.modules
+            with suppress(BrokenPipeError):  # the process died at once; the code that waits for it notices
+                member.pipe.send(RankSetup(*setup))
         hellos = self._collect(START_DEADLINE_S, START_DEADLINE_S, until)
         environments = [hello.environment for hello in hellos if isinstance(hello, Hello)]
         for rank, other in enumerate(environments):
@@ -177,11 +179,6 @@ class RankPool:
             self.kill()
         finally:
             self.server.close()
-
-    def _set_up(self, member: _Rank, meeting: str) -> None:
-        setup = RankSetup(member.rank, self.world_size, self.hardware.backend, meeting, self.heap_bytes, self.modules)
-        with suppress(BrokenPipeError):  # the process died at once; the code that waits for it notices
-            member.pipe.send(setup)
 
     def _environment(self) -> dict[str, str]:
         alike = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK)

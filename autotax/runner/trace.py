@@ -363,7 +363,8 @@ def chrome(timeline: Timeline) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for rank, slices in enumerate(timeline.ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
-        for thread, track in enumerate(_tracks(slices)):
+        tracks = sorted({part.track for part in slices}, key=lambda track: (track != "host", len(track), track))
+        for thread, track in enumerate(tracks):
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": track}})
             events.append({"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": thread, "args": {"sort_index": thread}})
             events += [
@@ -385,7 +386,3 @@ def chrome(timeline: Timeline) -> dict[str, Any]:
         "categories": "by the names of kernels and device functions",
     }
     return {"displayTimeUnit": "ns", "otherData": about, "traceEvents": events}
-
-
-def _tracks(slices: Sequence[Slice]) -> list[str]:
-    return sorted({part.track for part in slices}, key=lambda track: (track != "host", len(track), track))

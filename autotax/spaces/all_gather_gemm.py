@@ -66,11 +66,6 @@ def _without_tensor_cores(problem: AllGatherGemm, hardware: Hardware) -> bool:
     return problem.dtype == "fp32" and hardware.backend == "cuda"
 
 
-def may_lie_across(problem: AllGatherGemm) -> bool:
-    """Whether a shard has so few rows that tiles across shards are worth a local copy of this rank's shard."""
-    return problem.shard == "m" and problem.world_size > 1 and problem.shard_rows <= MOST_ROWS_ACROSS
-
-
 def tile_parameters(problem: AllGatherGemm, hardware: Hardware, *, across: bool = False) -> dict[str, tuple[Value, ...]]:
     rows = power_of_two(problem.m if across else problem.shard_rows)
     warps: tuple[Value, ...] = (4, 8) if hardware.on_gpu else (4,)
@@ -440,7 +435,8 @@ def push(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """If a shard has few rows, a tile may span several shards."""
     if problem.weight != "nk" or problem.dtype == "e4m3":
         return None
-    across = int(may_lie_across(problem))
+    # With few rows in a shard, tiles across shards are worth a local copy of this rank's shard.
+    across = int(problem.shard == "m" and problem.world_size > 1 and problem.shard_rows <= MOST_ROWS_ACROSS)
     highest = max(tile_parameters(problem, hardware)["block_m"])
     within = Constraint(
         ("block_m", "across"), lambda block, across: across == 1 or block <= highest, "the tile is higher than a shard"
@@ -473,17 +469,12 @@ that every processor reads a share of B.
 """
 
 
-def one_shard(problem: AllGatherGemm) -> AllGatherGemm:
-    """The same GEMM as a problem with one shard: it starts when all of A has arrived, so the owner of a row does not matter."""
-    return replace(problem, shard="m", world_size=1)
-
-
 def push_packets(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """None for many rows, for shards that are not whole words, and where the warp-specialized `push_words` exists."""
     whole = problem.shard_cols * problem.item_size % WORD_BYTES == 0 and problem.weight == "nk" and problem.dtype != "e4m3"
     if problem.m > MOST_ROWS or not whole or hardware.target == HAS_PUSH_WORDS:
         return None
-    product = one_shard(problem)
+    product = replace(problem, shard="m", world_size=1)  # it starts when all of A is there, so owners of rows do not matter
     tiles = tile_parameters(product, hardware)
     allowed: dict[str, tuple[Value, ...]] = {
         **tiles,

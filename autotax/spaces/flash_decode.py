@@ -250,11 +250,6 @@ def shared_among(problem: FlashDecode, programs: int) -> dict[str, Value]:
     return {"heads": next((h for h in head_choices(problem) if rows // h <= programs), rows_together(problem))}
 
 
-def waiting_programs(hardware: Hardware) -> int:
-    """Most programs that may wait without taking the room of those they wait for."""
-    return max(1, min(64, hardware.processors // 2))
-
-
 def exchange(problem: FlashDecode, hardware: Hardware) -> tuple[dict[str, tuple[Value, ...]], list[dict[str, Value]]]:
     """Parameters of the exchange in kernels that push results themselves, and the values to try first."""
     ways, kinds = protocols(problem), payloads(problem)
@@ -365,7 +360,7 @@ def single(problem: FlashDecode, hardware: Hardware) -> VariantSpace | None:
     """None where the heads of one KV head belong to several ranks: one program could not push them all."""
     if rows_together(problem) < problem.group:
         return None
-    few = waiting_programs(hardware)
+    few = max(1, min(64, hardware.processors // 2))  # they wait without taking the room of those they wait for
     receivers = powers_of_two(1, min(few, problem.out_rows))
     parameters, sent = exchange(problem, hardware)
     first: dict[str, Value] = shared_among(problem, few) | {"receivers": receivers[-1]}

@@ -39,12 +39,12 @@ class Choice:
 def trials_here(store: Store, space: Space, conditions: Conditions) -> list[TrialRecord]:
     """The trials of exactly this problem that hold here: hardware, software, conditions and sources are the same."""
     here = Place(space.hardware, environment(space.hardware.backend), conditions)
-    return [trial for trial in store.trials(space.problem, space.hardware) if not _differences(trial, here)]
 
+    def place_of(trial: TrialRecord) -> Place:
+        assert trial.run is not None
+        return Place(space.hardware, trial.run.environment, Conditions.from_dict(trial.conditions))
 
-def _differences(trial: TrialRecord, here: Place) -> list[str]:
-    assert trial.run is not None and trial.kernel_digest is not None
-    return differences(trial, Place(here.hardware, trial.run.environment, Conditions.from_dict(trial.conditions)), here)
+    return [trial for trial in store.trials(space.problem, space.hardware) if not differences(trial, place_of(trial), here)]
 
 
 def best_of(variant: str, trials: Iterable[TrialRecord], space: Space) -> Choice:

@@ -28,11 +28,6 @@ from autotax.spaces import Space
 Named = dict[str, float]
 
 
-def has_traits(problem: Problem) -> bool:
-    """Whether the operator declares traits, from which a model can learn."""
-    return registry.of(problem).traits is not None
-
-
 def log_base(problem: Problem) -> float:
     """The logarithm of the analytical time, in microseconds."""
     return math.log(registry.of(problem).traits_module().base_us(problem))
@@ -147,7 +142,7 @@ class Prior:
 
 def prior_for(problem: Problem, hardware: Hardware) -> Prior:
     """The shipped prior of an operator on devices that it was trained on; a flat one on others, for instance AMD GPUs."""
-    trees = _shipped(problem.op) if has_traits(problem) else None
+    trees = _shipped(problem.op) if registry.of(problem).traits else None
     return Prior(problem, hardware, trees if trees and hardware.device in trees.devices else None)
 
 
