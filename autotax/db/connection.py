@@ -1,8 +1,4 @@
-"""SQLite files: inspects a file before anything is written to it, and opens it.
-
-A path can name any file. `table_names` inspects it without side effects: a connection that may write would create files next to
-another program's database.
-"""
+"""Opens databases, after a look at SQLite files without side effects, and turns their errors into one line."""
 
 from __future__ import annotations
 
@@ -22,6 +18,9 @@ from autotax.core.errors import MachineError, UsageError
 from autotax.core.files import Malformed
 from autotax.db.schema import CURRENT, PREFIX, SCHEMA_VERSION, Base, Meta, TrialRow, WinnerRow
 from autotax.db.url import VARIABLE, shown, sqlite_path, without_secrets
+
+# Errors. A database that cannot be opened is a UsageError, because the user named it. A full or failing disk, and failures during a
+# run, are MachineErrors; the same command later goes on from the stored state.
 
 ELSEWHERE = f"give another --db or {VARIABLE}"
 _AGAIN = "run the same command again; what was measured so far is kept"
@@ -59,10 +58,7 @@ def opening(url: str) -> Iterator[None]:
 
 @contextmanager
 def failing(url: str) -> Iterator[None]:
-    """Turns errors of an open database into a MachineError, or into a DatabaseBusy if waiting helps.
-
-    This covers errors of the store and of Optuna's storage, which wraps the error of the database. Bugs pass through.
-    """
+    """Turns errors of an open database, of Optuna's storage too, into a MachineError, or a DatabaseBusy if waiting helps."""
     try:
         yield
     except Exception as error:
@@ -113,6 +109,8 @@ def _failed(said: str) -> str:
         return f"cannot be written any more ({said}): see that its disk works and has space"
     return f"cannot be used any more ({said}): mend it"
 
+
+# SQLite files. A path can name any file, and a connection that may write would create files next to another program's database.
 
 BUSY_SECONDS = 30.0
 

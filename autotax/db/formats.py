@@ -183,10 +183,7 @@ def write(path: Path, entries: Iterable[Entry], *, anonymous: bool = False) -> N
 
 
 def read(path: Path) -> list[Entry]:
-    """The entries of a file, which gzip or xz may have compressed.
-
-    Raises UsageError, of one line, if any part of the file is invalid.
-    """
+    """The entries of a file, perhaps compressed by gzip or xz. Raises UsageError, of one line, if any part is invalid."""
     try:
         document = from_json(read_bytes(path), dict[str, msgspec.Raw])
     except OSError as error:

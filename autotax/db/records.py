@@ -100,10 +100,7 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class WinnerRecord:
-    """The config to run for a problem, and how far it is ahead of bulk-synchronous (BSP) in one interleaved round.
-
-    At most one winner exists for each `key`.
-    """
+    """The config to run for a problem, and how far it was ahead of bulk-synchronous (BSP). At most one has each `key`."""
 
     problem: Problem
     hardware: Hardware

@@ -161,10 +161,7 @@ def listed(unproven: Mapping[Problem, str]) -> str:
 
 
 def prove(problems: Iterable[Problem], here: Place, db: str | Path | None, bound: Bound) -> Proof | None:
-    """Proves the stale winners of these problems within `bound`, and remembers which proofs failed. None: none is to be proven.
-
-    Not collective. The new ranks use the GPUs at the same time as this process.
-    """
+    """Proves stale winners of these problems within `bound`, on new ranks, and remembers failures. None: none is stale."""
     outdated, _ = stale(problems, here, db)
     if not outdated:
         return None

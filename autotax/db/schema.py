@@ -1,7 +1,4 @@
-"""Variant digests of autotax 0.1 and the current digests of the same code. The former digests depended on the names of modules.
-
-This table keeps winners in databases, exports and shared files valid. The next release will remove it.
-"""
+"""The tables of a database, and the current digests of variants that version 0.1 named otherwise, for one release."""
 
 from __future__ import annotations
 

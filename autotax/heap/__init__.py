@@ -10,10 +10,7 @@ __all__ = ["Heap", "HeapError", "RankTimeout", "World", "open_heap"]
 
 
 def open_heap(world: World, size: int) -> Heap:
-    """A heap with `size` bytes on each rank, in the memory that suits `world.backend`. Collective.
-
-    Raises HeapError on every rank if one of them asks for another size or cannot have the memory.
-    """
+    """A heap of `size` bytes on each rank, in memory that suits `world.backend`. Collective. Raises HeapError on all ranks."""
     if agreed(world, "the size of the heap in bytes", size) <= 0:
         raise HeapError(f"a heap cannot have {size} bytes; its size must be positive")
 

@@ -102,10 +102,7 @@ class Heap:
             raise HeapError(f"the ranks did not allocate alike ({layouts})")
 
     def reset(self) -> None:
-        """Forgets all allocations. Collective: no rank may still use a tensor of this heap.
-
-        Returns when every rank has called it.
-        """
+        """Forgets all allocations. Collective: no rank may still use a tensor of this heap. Waits for all ranks."""
         self.world.synchronize()
         self.barrier()
         self._used = 0
@@ -190,10 +187,7 @@ class SymmetricHeap(Heap):
 
 @contextmanager
 def without_multicast() -> Iterator[None]:
-    """Keeps torch from binding the slabs to a multicast object, which no kernel of ours uses.
-
-    The setting is restored, because other users of symmetric memory in this process may need it.
-    """
+    """Keeps torch, within this block, from binding the slabs to a multicast object, which no kernel of ours uses."""
     name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
     before = os.environ.get(name)
     os.environ[name] = "1"

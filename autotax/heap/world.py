@@ -339,10 +339,7 @@ class World:
             return gather(value, kind, self.control, device)
 
     def barrier(self, timeout: timedelta = CONTROL_TIMEOUT) -> None:
-        """Returns when every rank has called it; raises RankTimeout naming the missing ranks.
-
-        In a World made by `of` the group's own timeout holds instead.
-        """
+        """Waits for all ranks; raises RankTimeout naming the missing ones. A World made by `of` has its group's timeout."""
         if self._barrier is None:
             self.gather(None, None)
         else:

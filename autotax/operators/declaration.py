@@ -146,10 +146,7 @@ def only_ours() -> bool:
 
 
 class Operator(Generic[P]):
-    """The declaration of one operator. Its constructor registers it: see `autotax.operators.registry`.
-
-    `magnitudes` scales the distributions of the inputs; see `autotax.operators.inputs`.
-    """
+    """The declaration of one operator. Its constructor registers it: see `autotax.operators.registry`."""
 
     def __init__(self, problem: type[P]) -> None:
         self.problem = problem

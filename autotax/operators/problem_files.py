@@ -1,7 +1,4 @@
-"""Problems from outside: of rows and JSON files, and of a user's file, TOML with an array of tables for each operator.
-
-Mistakes raise UsageError with one line: the given value, the allowed values and the remedy.
-"""
+"""Problems from outside: of rows, of JSON, and of a user's TOML file. Mistakes raise UsageError with one line."""
 
 from __future__ import annotations
 

@@ -226,10 +226,7 @@ def dequantised(values: Tensor, scales: Tensor, layout: str, *, weight: bool) ->
 def library_product(
     a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, layout: str, out: Tensor, *, fast: bool = False
 ) -> None:
-    """out = A @ B.T by the vendor's library. `fast` sums have fewer bits.
-
-    CPU ranks multiply the dequantised numbers in float32. So do GPUs for scales of blocks whose sizes the library refuses.
-    """
+    """out = A @ B.T by the library, in float32 on CPU ranks and for blocks it refuses. `fast` sums have fewer bits."""
     import torch
 
     aligned = a.shape[1] % (4 * GROUP) == 0 and len(a) % 4 == 0

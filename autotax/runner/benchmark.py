@@ -277,10 +277,7 @@ class Bench:
         return MODEST_CALLS if call_us < LONG_CALL_US else FEW_CALLS
 
     def capture(self, calls: int, call_us: float) -> None:
-        """Sets the calls of a sample to `calls` or a few more. Captures them in graphs if the candidate's conditions say so.
-
-        `call_us` is the time of one call with the work around it. It must be the same on all ranks.
-        """
+        """Sets the calls of a sample, at least `calls`, and captures them. `call_us` is one call's time, equal on all ranks."""
         if not self.on_gpu:
             seeds = [self.seeds[:1]]
         elif self.candidate.conditions.skew_us:  # the skew affects only the first call after an arrival

@@ -143,10 +143,7 @@ def forget_compiled() -> None:
 
 @contextmanager
 def stamping(stamps: Stamps, chosen: Callable[[str], bool]) -> Iterator[None]:
-    """Stamps kernels launched inside this context: their roles, and calls of device functions whose names are `chosen`.
-
-    Calls inside a chosen function are not stamped, because they are part of it. Triton's cache is left as it was.
-    """
+    """Stamps kernels launched inside: their roles, and calls of `chosen` device functions. Triton's cache stays as it was."""
     usual_call, usual_body, usual_return = (
         CodeGenerator.call_JitFunction, CodeGenerator.visit_compound_statement, CodeGenerator.visit_Return
     )  # fmt: skip

@@ -93,10 +93,7 @@ class _Rank:
 
 @dataclass
 class RankPool:
-    """`world_size` ranks of `hardware`. `start` must come before `run`; after GroupLost start again, and `close` at the end.
-
-    The ranks of the first group and of each that follows are forked by `server`, which `close` ends.
-    """
+    """`world_size` ranks: `start`, then `run`; after GroupLost start again; `close` ends them and the server that forks them."""
 
     hardware: Hardware
     world_size: int
