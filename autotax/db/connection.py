@@ -19,8 +19,8 @@ from autotax.core.files import Malformed
 from autotax.db.schema import CURRENT, PREFIX, SCHEMA_VERSION, Base, Meta, TrialRow, WinnerRow
 from autotax.db.url import VARIABLE, shown, sqlite_path, without_secrets
 
-# Errors. A database that cannot be opened is a UsageError, because the user named it. A full or failing disk, and failures during a
-# run, are MachineErrors; the same command later goes on from the stored state.
+# Errors. A database that cannot be opened is a UsageError, because the user named it. A full or failing disk, and failures during
+# a run, are MachineErrors; the same command later goes on from the stored state.
 
 ELSEWHERE = f"give another --db or {VARIABLE}"
 _AGAIN = "run the same command again; what was measured so far is kept"
