@@ -19,11 +19,7 @@ class UsageError(ValueError):
 
 
 class MachineError(RuntimeError):
-    """The machine fails for every config: a full disk, a database that can no longer be written.
-
-    No config causes it, so it is never stored as the outcome of a config. Commands exit with code 1; the same command goes on
-    later.
-    """
+    """The machine fails for every config, as with a full disk: no config's outcome. Commands exit with 1 and may go on later."""
 
 
 # Limits of the machine, which any line of a program may meet.

@@ -56,9 +56,7 @@ class Settings:
     trials: int = 60
     timeout_s: float | None = None
     ends_below: float | None = None
-    """The search ends when the expected gain of the next eight trials is below this share; None: it uses its whole budget. Only
-    the sampler `gp` estimates the gain.
-    """
+    """The search ends when eight more trials should gain less than this share; None: never. Only sampler `gp` estimates it."""
     sampler: str | None = None
     """None: `gp` if there is a trained prior for the operator and the devices, else `tpe`."""
     seed: int = 0

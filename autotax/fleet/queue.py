@@ -264,9 +264,7 @@ class ClaimQueue:
     def deal(
         self, fleet: str, kind: str, due: Sequence[Due], probe: FleetJob | None = None, software: Environment | None = None
     ) -> None:
-        """Deals out problems in this order. A claim held by a worker of another fleet stays with that worker, and its outcome
-        counts for this fleet too.
-        """
+        """Deals out problems in this order. Claims that workers of other fleets hold stay, and their outcome counts here."""
         rows = [
             {
                 "problem_key": entry.job.problem.key,

@@ -63,10 +63,7 @@ class Heap:
         return self._used
 
     def alloc(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in this rank's slab, its contents unspecified. Raises HeapError when the slab is full.
-
-        Every rank must make the same calls in the same order.
-        """
+        """A tensor in this rank's slab, contents unspecified, by equal calls on all ranks. Raises HeapError for a full slab."""
         nbytes = math.prod(shape) * dtype.itemsize
         start, end = self._used, self._used + nbytes
         if end > self.size:

@@ -192,10 +192,7 @@ def _seldom(unwrap: Any) -> Any:
 
 
 def _unless_alike(check: Any) -> Any:
-    """Calls `check(semantic, one operand, the other, ...)` unless the operands need no conversion.
-
-    These are tensors of equal type and shape, and a tensor of integers with a number that its type can hold.
-    """
+    """Calls `check(semantic, one operand, the other, ...)` unless types and shapes are equal, or a number fits the type."""
 
     def fits(tensor: Any, number: Any) -> bool:
         if type(number) is not int or type(tensor) is not tl.core.tensor:

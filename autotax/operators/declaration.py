@@ -213,9 +213,7 @@ class Operator(Generic[P]):
         leaves: str = "",
         invariant: Callable[[Any, Config], bool] | None = None,
     ) -> Variant:
-        """Declares a way to compute the operator. Raises UsageError for a name that another kernel has, and for a baseline that
-        is not named `bsp`.
-        """
+        """Declares a way to compute the operator. Raises UsageError for a taken name, and for a baseline not named `bsp`."""
         if (role == "baseline") != (name == BASELINE):
             raise UsageError(f"{self.name} declares {name!r} as {role}; the baseline, and it alone, is {BASELINE!r}: rename it")
         self._require_free(name, kernel)

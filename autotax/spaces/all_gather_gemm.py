@@ -662,9 +662,7 @@ def _push_specialized_seeds(
     problem: AllGatherGemm, hardware: Hardware, orders: tuple[Value, ...], parameters: dict[str, tuple[Value, ...]],
     suits: Callable[[int, int], bool],
 ) -> list[dict[str, Value]]:  # fmt: skip
-    """Values of seeds. With one wave, tiles wait for K groups of whole shards; with several waves, for K groups of a quarter of
-    a shard's rows.
-    """
+    """Values of seeds. K groups are of whole shards where there is one wave, of a quarter of their rows where more."""
     groups, chunks = parameters["k_groups"], parameters["chunk_rows"]
     whole = int(chunks[-1])
     tiles = _push_specialized_tile_seeds(problem, hardware, suits)

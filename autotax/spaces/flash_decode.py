@@ -142,9 +142,7 @@ def heads_fit(
 
 
 def _head_fits(problem: FlashDecode, hardware: Hardware, block_s: int) -> bool:
-    """Whether a block lies in a page and its results fit in the registers of a warp. The smallest block leaves room for twice the
-    results.
-    """
+    """Whether a block lies in a page and its results fit in a warp's registers, those of the smallest block twice."""
     if block_s > min(problem.page or 64, 64):
         return False
     results = max(8, problem.group) * max(16, power_of_two(problem.head_dim))
