@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotax.core.config import Config
-from autotax.kernels.all_gather_gemm.scaled_gather import codes_of
-from autotax.kernels.all_gather_gemm.scaled_shards import Scaled
+from autotax.kernels.all_gather_gemm.scaled_shards import Scaled, codes_of
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.scaled_product import ScaledProduct

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels.all_gather_gemm.gemm import gather_gemm
-from autotax.kernels.all_gather_gemm.products import views_of_b
-from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
+from autotax.kernels.all_gather_gemm.gemm import TileOptions, element_alignment, gather_gemm, views_of_b
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, leave, signal_all, wait

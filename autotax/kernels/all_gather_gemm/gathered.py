@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autotax.core.problem import ceil_div
-from autotax.kernels.all_gather_gemm.tiles import element_alignment
+from autotax.kernels.all_gather_gemm.gemm import element_alignment
 from autotax.kernels.primitives import EPOCH, copy
 from autotax.operators.all_gather_gemm import operator
 from autotax.operators.inputs import DTYPES

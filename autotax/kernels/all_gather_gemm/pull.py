@@ -15,9 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autotax.core.config import Config
-from autotax.kernels.all_gather_gemm.gemm import gather_gemm
-from autotax.kernels.all_gather_gemm.products import views_of_b
-from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
+from autotax.kernels.all_gather_gemm.gemm import TileOptions, element_alignment, gather_gemm, views_of_b
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel, around_the_border
 from autotax.kernels.primitives import EPOCH, copy, leave, signal_all

@@ -8,16 +8,119 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from autotax.core.config import Config
+from autotax.core.problem import power_of_two
 from autotax.kernels.context import Context
-from autotax.kernels.gather_attention.library import Partial
-from autotax.kernels.gather_attention.vendor import VendorAttention
+from autotax.kernels.flash_decode.attention import store_rows
+from autotax.kernels.gemm_reduce_scatter.product import rounded
+from autotax.kernels.kernel import Kernel
 from autotax.operators.gather_attention import GatherAttention, Part
+
+# DOC gather_attention.library: The vendor's attention, by torch's operators that return log-sum-exps. Without Triton.
+#
+# These operators take no output tensor: they allocate one with torch's caching allocator, in a capture from the graph's pool.
+# Q and O are [batch, queries, q_heads, head_dim], K and V [batch, keys, kv_heads, head_dim]. Log-sum-exps have base
+# e: float32 [batch, q_heads, queries]. A library is a name of the space: "cudnn", "flash" or "cpu".
+Partial = tuple[Tensor, Tensor]
+"""O and its log-sum-exps, which may have any strides."""
+
+
+def attend(library: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Partial:
+    """Attention of q to k and v. With `causal` there are as many queries as keys, and the i-th sees the keys up to the i-th."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    aten = torch.ops.aten
+    if library == "cudnn":
+        o, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+    elif library == "flash":
+        o, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    else:
+        o, lse, *_ = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return o.transpose(1, 2).contiguous(), lse.reshape(q.shape[:3])
+
+
+# DOC gather_attention.vendor: The base of variants with the vendor's attention: parts of it, merged by their log-sum-exps.
+MERGED_ROWS = 32
+"""Most rows that a program of the merge handles at a time."""
+
+
+@triton.jit
+def load_part(
+    o, lse, row, heads, of_head, of_token, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """GROUP rows (query, head) of O and their log-sum-exps of base 2, both float32. A NaN stays one: no row is empty."""
+    g = row + tl.arange(0, GROUP)
+    d = tl.arange(0, BLOCK_D)
+    sums = tl.load(lse + (g % heads).to(tl.int64) * of_head + (g // heads) * of_token) * 1.4426950408889634
+    return tl.load(o + g.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0).to(tl.float32), sums
+
+
+@triton.jit(do_not_specialize=["first", "tokens", "added"])
+def merge_part_kernel(
+    o, lse, more, more_lse, first, tokens, added, heads, of_sequence, of_head, of_token, more_sequence, more_head, more_token,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Merges O of `added` queries into that of `tokens` queries, from query `first` on. GROUP rows (query, head) a program.
+
+    `of_...` and `more_...` are the strides of the log-sum-exps, whose layout differs between libraries.
+    """
+    sequence = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * GROUP
+    rows = added * heads
+    o += (sequence * tokens + first) * heads * HEAD_DIM
+    lse += sequence * of_sequence + first * of_token
+    mine, sums = load_part(o, lse, row, heads, of_head, of_token, GROUP, HEAD_DIM, BLOCK_D)
+    more += sequence * rows * HEAD_DIM
+    more_lse += sequence * more_sequence
+    other, others = load_part(more, more_lse, row, heads, more_head, more_token, GROUP, HEAD_DIM, BLOCK_D)
+    top = tl.maximum(sums, others)
+    weight = tl.exp2(sums - top)
+    weight_of_other = tl.exp2(others - top)
+    total = weight + weight_of_other
+    merged = mine * (weight / total)[:, None] + other * (weight_of_other / total)[:, None]
+    g = row + tl.arange(0, GROUP)
+    tl.debug_barrier()  # several warps load the same log-sum-exp: all of them before one stores the merged one
+    store_rows(rounded(merged, o.dtype.element_ty, TARGET), o, g.to(tl.int64), GROUP, HEAD_DIM, GROUP, BLOCK_D)
+    tl.store(lse + (g % heads).to(tl.int64) * of_head + (g // heads) * of_token, (top + tl.log2(total)) * 0.6931471805599453)
+
+
+class VendorAttention(Kernel[GatherAttention]):
+    """A variant whose attention is the vendor's, part by part. A call returns its result, which is not in the output tensor.
+
+    With KEEPS_LSE `lse` are the log-sum-exps of the last call, [batch, q_heads, queries].
+    """
+
+    KEEPS_LSE: ClassVar[bool] = True
+    lse: Tensor
+
+    def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.library = str(config["library"])
+
+    def part(self, part: Part, q: Tensor, k: Tensor, v: Tensor, whole: Partial | None) -> Partial:
+        """Attends to a part, whose keys are among the tokens of k and v, and merges the result into `whole`, if that is given."""
+        (first, end), keys = part.queries, slice(*part.keys)
+        if q.is_meta:
+            made = q[:, first:end], q.new_empty(len(q), q.shape[2], end - first, dtype=torch.float32)
+        else:  # in a rehearsal too: the library builds a plan for new shapes
+            made = attend(self.library, q[:, first:end], k[:, keys], v[:, keys], causal=part.causal)
+        if whole is None:
+            return made
+        problem, rows = self.problem, (end - first) * self.problem.q_heads
+        group = math.gcd(rows, MERGED_ROWS)
+        constants: dict[str, Any] = {"GROUP": group, "HEAD_DIM": problem.head_dim, "BLOCK_D": max(16, power_of_two(problem.head_dim))}
+        self.context.launch(
+            merge_part_kernel, (rows // group, len(q)), *whole, *made, first, q.shape[1], end - first, problem.q_heads,
+            *whole[1].stride(), *made[1].stride(), **constants, num_warps=4,
+        )  # fmt: skip
+        return whole
 
 
 class Bsp(VendorAttention):
@@ -62,3 +165,62 @@ class Bsp(VendorAttention):
         shape = 2, smaller.world_size, smaller.batch, smaller.shard_len, smaller.kv_heads, smaller.head_dim
         kept = {name: memory for name, memory in (("gathered", self.gathered), ("ordered", self.ordered)) if memory.numel()}
         return {name: memory.view(-1)[: math.prod(shape)].view(shape) for name, memory in kept.items()}
+
+
+# DOC gather_attention.heads: heads: all tokens of some heads come together on each rank, the vendor's attention works on them, and its output goes back.
+#
+# One all-to-all brings q, k and v of a rank's heads, another one returns the output. Each rank attends to the whole sequence at
+# once, so nothing is merged. Ranks exchange queries and outputs too, hence more bytes than keys alone where few KV heads serve many
+# query heads.
+
+class Heads(VendorAttention):
+    KEEPS_LSE = False
+
+    def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        world, kind = problem.world_size, context.dtype(problem)
+        q_heads, kv_heads, dim = problem.q_heads // world, problem.kv_heads // world, problem.head_dim
+        self.bounds = (0, q_heads), (q_heads, q_heads + kv_heads), (q_heads + kv_heads, q_heads + 2 * kv_heads)
+        shape = world, problem.batch, problem.shard_len, q_heads + 2 * kv_heads, dim
+        self.sent, self.received = context.empty(shape, kind), context.empty(shape, kind)
+        self.whole = context.empty((problem.batch, problem.seq_len, q_heads + 2 * kv_heads, dim), kind)
+        self.returned, self.arrived = (context.empty((*shape[:3], q_heads, dim), kind) for _ in range(2))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        context, problem, world = self.context, self.problem, self.problem.world_size
+        for (first, end), tensor in zip(self.bounds, (q, k, v), strict=True):
+            by_rank = tensor.view(problem.batch, problem.shard_len, world, end - first, problem.head_dim)
+            context.copy(self.sent[..., first:end, :], by_rank.permute(2, 0, 1, 3, 4))
+        context.all_to_all(self.received, self.sent)
+        for shard, place in self.places(self.received):
+            context.copy(place, shard)
+        tokens = (0, problem.seq_len)
+        everything = Part(context.rank, tokens, tokens, problem.mask == "causal")
+        heads, keys, values = (self.whole[:, :, first:end] for first, end in self.bounds)
+        o, _ = self.part(everything, heads, keys, values, None)
+        for shard, place in self.places(self.returned, o):
+            context.copy(shard, place)
+        context.all_to_all(self.arrived, self.returned)
+        by_rank = out.view(problem.batch, problem.shard_len, world, -1, problem.head_dim)
+        context.copy(by_rank.permute(2, 0, 1, 3, 4), self.arrived)
+
+    def places(self, by_rank: Tensor, whole: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Each chunk of tokens in a tensor by ranks, and its place in the whole sequence."""
+        problem, length = self.problem, self.problem.chunk_len
+        whole = self.whole if whole is None else whole
+        return [
+            (by_rank[rank, :, at * length :][:, :length], whole[:, chunk * length :][:, :length])
+            for rank in range(problem.world_size)
+            for at, chunk in enumerate(problem.chunks_of(rank))
+        ]
+
+    def changes_for(self, smaller: GatherAttention) -> dict[str, Any]:
+        """Any number of sequences and tokens: the collectives are called with the sizes of the call."""
+        batch, tokens = smaller.batch, smaller.shard_len
+        changed: dict[str, Any] = {
+            name: memory.view(-1, *memory.shape[3:])[: batch * smaller.seq_len].view(-1, batch, tokens, *memory.shape[3:])
+            for name, memory in vars(self).items()
+            if name in ("sent", "received", "returned", "arrived")
+        }
+        flat = self.whole.view(-1, *self.whole.shape[2:])
+        return changed | {"whole": flat[: batch * smaller.seq_len].view(batch, smaller.seq_len, *self.whole.shape[2:])}

@@ -6,11 +6,66 @@ A rank first attends to its own keys, then to those of rank - 1, rank - 2 and so
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from torch import Tensor
 
-from autotax.kernels.all_gather_gemm.push_gather import await_shards
-from autotax.kernels.gather_attention.copies import CopiedKeys
-from autotax.kernels.gather_attention.vendor import VendorAttention
+from autotax.core.config import Config
+from autotax.kernels.all_gather_gemm.push_gather import await_shards, open_slot
+from autotax.kernels.context import Context
+from autotax.kernels.gather_attention.bsp import VendorAttention
+from autotax.kernels.kernel import Kernel
+from autotax.operators.gather_attention import GatherAttention
+
+# DOC gather_attention.copies: Keys and values that copy engines bring: the inbox, and what a rank sends to whom. Base of variants without a sending kernel.
+#
+# Waits: as in `all_gather_gemm.push_gather`, whose `open_slot` waits until a slot of the inbox is free. A flag is a copy of the
+# ticket in which `open_slot` wrote this call's epoch; stream order puts the flag after its data. Every rank raises the flags of all
+# others in each call, even if it sends them no keys. Copies run on a stream of their own, and none waits for a kernel of attention.
+
+class CopiedKeys(Kernel[GatherAttention]):
+    """The inbox is [2, source, K or V, batch, tokens, kv_heads, head_dim]. A rank gets the keys that its queries see."""
+
+    def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        world, rank = problem.world_size, context.rank
+        shape = 2, world, 2, problem.batch, problem.shard_len, problem.kv_heads, problem.head_dim
+        self.inbox = context.heap.alloc(shape, context.dtype(problem))
+        self.arrived, self.begun = context.flags(world), context.flags(world)
+        self.ticket = context.empty((1,), self.begun.dtype)
+        self.peers = [(rank + hop) % world for hop in range(1, world)]
+        self.beside = context.streams(1)
+        self.calls = 0
+
+    def send_all(self, k: Tensor, v: Tensor) -> int:
+        """Enqueues all sends. Returns the slot of the inbox that this call uses. `context.rejoin` must follow."""
+        context, rank = self.context, self.context.rank
+        slot = self.calls % 2
+        self.calls += not context.dry
+        context.launch(
+            open_slot, (1,), self.ticket, context.heap.bases, self.begun, self.control, rank, slot,
+            WORLD=self.problem.world_size, num_warps=1,
+        )  # fmt: skip
+        with context.beside(self.beside[0]):
+            for peer in self.peers:
+                self.send(k, v, self.inbox[slot, rank], peer)
+        return slot
+
+    def send(self, k: Tensor, v: Tensor, landing: Tensor, peer: int) -> None:
+        """Copies the keys and values that a peer needs into its inbox, then the flag."""
+        context, rank = self.context, self.context.rank
+        for part in self.problem.parts(peer):
+            if part.source == rank:
+                keys = slice(*part.keys)
+                for target, shard in zip(context.heap.peer(landing, peer), (k, v), strict=True):
+                    context.copy(target[:, keys], shard[:, keys])
+        context.copy(context.heap.peer(self.arrived[rank : rank + 1], peer), self.ticket)
+
+    def changes_for(self, smaller: GatherAttention) -> dict[str, Any] | None:
+        """Any number of sequences and tokens: there is one flag per rank, and the host chooses where the two slots begin."""
+        shape = smaller.world_size, 2, smaller.batch, smaller.shard_len, smaller.kv_heads, smaller.head_dim
+        return {"inbox": self.inbox.view(2, -1)[:, : math.prod(shape)].view(2, *shape)}
 
 
 class Decomposed(CopiedKeys, VendorAttention):
