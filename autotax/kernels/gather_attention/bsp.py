@@ -1,7 +1,7 @@
-"""bsp: the bulk-synchronous baseline. The collective library gathers K and V, then the vendor's attention works on all of them.
+"""Attention by the vendor, part by part; and the variants that collectives bring together: `bsp` and `heads`.
 
 No library of torch masks queries that begin behind the first key. So a causal rank attends to its own keys causally and to those
-of each other rank without a mask (see `GatherAttention.parts`), and the results are merged.
+of each other rank without a mask (see `GatherAttention.parts`), and the results are merged by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.kernel import Kernel
 from autotax.operators.gather_attention import GatherAttention, Part
 
-# DOC gather_attention.library: The vendor's attention, by torch's operators that return log-sum-exps. Without Triton.
-#
-# These operators take no output tensor: they allocate one with torch's caching allocator, in a capture from the graph's pool.
-# Q and O are [batch, queries, q_heads, head_dim], K and V [batch, keys, kv_heads, head_dim]. Log-sum-exps have base
-# e: float32 [batch, q_heads, queries]. A library is a name of the space: "cudnn", "flash" or "cpu".
 Partial = tuple[Tensor, Tensor]
 """O and its log-sum-exps, which may have any strides."""
 
 
 def attend(library: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Partial:
-    """Attention of q to k and v. With `causal` there are as many queries as keys, and the i-th sees the keys up to the i-th."""
+    """Attention of q [batch, queries, q_heads, head_dim] to k and v [batch, keys, kv_heads, head_dim], by one of torch's operators.
+
+    `library` is "cudnn", "flash" or "cpu". Returns O, shaped like q, and the log-sum-exps of base e, float32 [batch, q_heads,
+    queries]. Both are allocated by torch, in a capture from the graph's pool. With `causal` there are as many queries as keys, and
+    the i-th sees the keys up to the i-th.
+    """
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     aten = torch.ops.aten
     if library == "cudnn":
@@ -46,7 +46,6 @@ def attend(library: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Pa
     return o.transpose(1, 2).contiguous(), lse.reshape(q.shape[:3])
 
 
-# DOC gather_attention.vendor: The base of variants with the vendor's attention: parts of it, merged by their log-sum-exps.
 MERGED_ROWS = 32
 """Most rows that a program of the merge handles at a time."""
 
@@ -124,6 +123,8 @@ class VendorAttention(Kernel[GatherAttention]):
 
 
 class Bsp(VendorAttention):
+    """The bulk-synchronous baseline: the collective library gathers K and V, then the vendor's attention works on all of them."""
+
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         shape = problem.world_size, problem.batch, problem.shard_len, problem.kv_heads, problem.head_dim
@@ -167,13 +168,14 @@ class Bsp(VendorAttention):
         return {name: memory.view(-1)[: math.prod(shape)].view(shape) for name, memory in kept.items()}
 
 
-# DOC gather_attention.heads: heads: all tokens of some heads come together on each rank, the vendor's attention works on them, and its output goes back.
-#
-# One all-to-all brings q, k and v of a rank's heads, another one returns the output. Each rank attends to the whole sequence at
-# once, so nothing is merged. Ranks exchange queries and outputs too, hence more bytes than keys alone where few KV heads serve many
-# query heads.
-
 class Heads(VendorAttention):
+    """All tokens of some heads come together on each rank, the vendor's attention works on them, and its output goes back.
+
+    One all-to-all brings q, k and v of a rank's heads, another one returns the output. Each rank attends to the whole sequence at
+    once, so nothing is merged. Ranks exchange queries and outputs too, hence more bytes than keys alone where few KV heads serve
+    many query heads.
+    """
+
     KEEPS_LSE = False
 
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:

@@ -1,8 +1,4 @@
-"""decomposed: the copy engines send K and V to the other ranks, while the vendor's attention works on the keys that are here.
-
-A rank first attends to its own keys, then to those of rank - 1, rank - 2 and so on, each as soon as they have arrived (see
-`copies`). Each result is merged by its log-sum-exps into the first.
-"""
+"""decomposed: the copy engines send K and V to the other ranks, while the vendor's attention works on the keys that are here."""
 
 from __future__ import annotations
 
@@ -18,14 +14,17 @@ from autotax.kernels.gather_attention.bsp import VendorAttention
 from autotax.kernels.kernel import Kernel
 from autotax.operators.gather_attention import GatherAttention
 
-# DOC gather_attention.copies: Keys and values that copy engines bring: the inbox, and what a rank sends to whom. Base of variants without a sending kernel.
-#
-# Waits: as in `all_gather_gemm.push_gather`, whose `open_slot` waits until a slot of the inbox is free. A flag is a copy of the
-# ticket in which `open_slot` wrote this call's epoch; stream order puts the flag after its data. Every rank raises the flags of all
-# others in each call, even if it sends them no keys. Copies run on a stream of their own, and none waits for a kernel of attention.
 
 class CopiedKeys(Kernel[GatherAttention]):
-    """The inbox is [2, source, K or V, batch, tokens, kv_heads, head_dim]. A rank gets the keys that its queries see."""
+    """Keys and values that copy engines bring: the base of variants without a sending kernel.
+
+    The inbox is [2, source, K or V, batch, tokens, kv_heads, head_dim]. A rank gets the keys that its queries see.
+
+    Waits: as in `all_gather_gemm.push_gather`, whose `open_slot` waits until a slot of the inbox is free. A flag is a copy of the
+    ticket in which `open_slot` wrote this call's epoch; stream order puts the flag after its data. Every rank raises the flags of
+    all others in each call, even if it sends them no keys. Copies run on a stream of their own, and none waits for a kernel of
+    attention.
+    """
 
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
@@ -69,6 +68,8 @@ class CopiedKeys(Kernel[GatherAttention]):
 
 
 class Decomposed(CopiedKeys, VendorAttention):
+    """A rank first attends to its own keys, then to those of rank - 1, rank - 2 and so on, each as soon as they have arrived."""
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:  # noqa: ARG002
         context, problem, rank = self.context, self.problem, self.context.rank
         inbox = self.inbox[self.send_all(k, v)]

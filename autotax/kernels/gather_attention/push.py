@@ -34,11 +34,6 @@ from autotax.kernels.primitives import EPOCH, arithmetic, copy, dot, flag_addres
 from autotax.kernels.residency import all_resident, gdc_wait
 from autotax.operators.gather_attention import GatherAttention
 
-# DOC gather_attention.core: The order of blocks of queries, and the attention of one to spans of keys by an online softmax.
-#
-# K and V are row-major [tokens, kv_heads * head_dim]; a span is some tokens of one KV head. The state of a block is (acc, top, total):
-# the sum of exp2(score - top) * V [BLOCK_M, HEAD_DIM], the greatest score and the sum of exp2(score - top) [BLOCK_M], all float32.
-# Scores are in units of log2(e), so that exp2 serves.
 chiplet = arithmetic(tiling.chiplet)
 
 ALIGNED = tl.constexpr(8)
@@ -76,10 +71,14 @@ def attend_blocks(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
     TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys first ... end - 1, in blocks from `first` on. Token t of the span is row `row_k` + t of K, `row_v` + t of V.
+    """Adds the keys first ... end - 1 of a span, tokens of one KV head, to the state of a block of queries, by an online softmax.
+
+    K and V are row-major [tokens, kv_heads * head_dim], with `rows` rows and `width` columns. Token t of the span is row `row_k` + t
+    of K, `row_v` + t of V. The state is (acc, top, total): the sum of exp2(score - top) * V [BLOCK_M, HEAD_DIM], the greatest score
+    and the sum of exp2(score - top) [BLOCK_M], all float32. Scores are in units of log2(e), so that exp2 serves.
 
     MASKED: row i sees the tokens up to seen[i], and tokens from `tokens` on do not exist: their V may hold anything. Else every
-    row sees all keys, which are whole blocks. `rows` and `width` are the rows and columns of K and V.
+    row sees all keys, which are whole blocks.
     """
     acc, top, total = state
     for at in tl.range(first, end, BLOCK_N):
@@ -119,6 +118,7 @@ def attend_span(
             HEAD_DIM, BLOCK_M, BLOCK_N, True, TMA, TARGET,
         )  # fmt: skip
     return state
+
 
 COPY_ELEMENTS = tl.constexpr(8192)
 """Elements that one program moves at a time: 16 KiB."""
@@ -258,9 +258,31 @@ def push_attention_kernel(
     leave(control, epoch, tl.num_programs(0), TARGET)
 
 
-class Push(Kernel[GatherAttention]):
+class AttentionKernel(Kernel[GatherAttention]):
+    """The base of kernels that attend by themselves: what their launches have in common, and their log-sum-exps."""
+
     KEEPS_LSE: ClassVar[bool] = True
 
+    def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.lse = context.empty((problem.batch, problem.q_heads, problem.shard_len), torch.float32)
+        self.scale = math.log2(math.e) / math.sqrt(problem.head_dim)
+        self.constants: dict[str, Any] = {
+            "WORLD": problem.world_size,
+            "CAUSAL": problem.mask == "causal",
+            "CHUNKS": problem.chunks,
+            "BLOCK_FIRST": config["order"] == "block_first",
+            "BLOCK_N": int(config["block_n"]),
+            "HEAD_DIM": problem.head_dim,
+        }
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The arguments `tokens`, `batch`, `q_heads` and `kv_heads` of a kernel."""
+        return self.problem.shard_len, self.problem.batch, self.problem.q_heads, self.problem.kv_heads
+
+
+class Push(AttentionKernel):
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world, tokens = problem.world_size, problem.shard_len
@@ -268,22 +290,14 @@ class Push(Kernel[GatherAttention]):
         self.inbox = context.heap.alloc(shape, context.dtype(problem))
         self.flags = context.flags(world * problem.batch * ceil_div(tokens, config["group"]))
         self.begun = context.flags(world)
-        self.lse = context.empty((problem.batch, problem.q_heads, tokens), torch.float32)
         self.tma = config["loads"] == "tma"
-        block_m, block_n = int(config["block_m"]), int(config["block_n"])
-        self.constants: dict[str, Any] = {
-            "WORLD": world,
-            "CAUSAL": problem.mask == "causal",
-            "CHUNKS": problem.chunks,
+        self.constants |= {
             "COMM": config["comm"],
             "GROUP": config["group"],
             "PIECE": config["piece"],
-            "BLOCK_FIRST": config["order"] == "block_first",
             "DIES": config["dies"],
-            "HEAD_DIM": problem.head_dim,
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "EVEN": problem.chunk_len % block_n == 0,
+            "BLOCK_M": int(config["block_m"]),
+            "EVEN": problem.chunk_len % int(config["block_n"]) == 0,
             "TMA": self.tma,
             "EARLY": context.hardware.launches_overlap,
             "num_warps": config["num_warps"],
@@ -296,14 +310,12 @@ class Push(Kernel[GatherAttention]):
         return TensorDescriptor.from_tensor(matrix, [rows, self.problem.head_dim]) if self.tma else matrix
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        problem, context, constants = self.problem, self.context, self.constants
-        of_keys = constants["BLOCK_N"]
+        context, constants, block_n = self.context, self.constants, self.constants["BLOCK_N"]
         # The interpreter needs one program that attends.
         programs = constants["COMM"] + 1 if context.interpreted else context.processors
         context.launch(
             push_attention_kernel, (programs,),
-            self.view(q, constants["BLOCK_M"]), self.view(k, of_keys), self.view(v, of_keys), self.view(self.inbox, of_keys),
+            self.view(q, constants["BLOCK_M"]), self.view(k, block_n), self.view(v, block_n), self.view(self.inbox, block_n),
             k, v, self.inbox, out, self.lse, self.flags, self.begun, context.heap.bases, self.control, context.rank,
-            problem.shard_len, problem.batch, problem.q_heads, problem.kv_heads, math.log2(math.e) / math.sqrt(problem.head_dim),
-            **constants, **all_resident(context),
+            *self.sizes, self.scale, **constants, **all_resident(context),
         )  # fmt: skip

@@ -1,17 +1,15 @@
-"""push_specialized: one kernel on two ranks. In every program one warp sends, one loads, eight attend (see `warp_attention`).
+"""Attention with roles for warps, and its variants `copy_engine` and `push_specialized`. For Hopper, in Gluon.
 
-Waits: the loading warp waits for the flags of the keys and of the values of each chunk of tokens that its queries see, hence for
-the sending warps of all programs of the peer. Sending warps never wait for a peer, and all programs are resident.
-
-Each rank sends all its tokens, in boxes of 64 x 64. The inboxes have two slots, chosen by the parity of the epoch. A rank writes a
-slot again two calls later. In the call in between it has taken keys of the peer, which were sent after the peer had finished the
-call before. So every rank must see keys of the other: this excludes a causal mask over contiguous shards.
+One warp of a program loads, two groups of four warps attend to 64 queries each, one warp may send. Blocks of K and V pass through
+STAGES buffers each, with two barriers a buffer. A TMA load completes the barrier `full`; both groups arrive at `empty`. A group
+multiplies the next block of keys before the values of this one, so that its softmax runs beside a product. The block with the
+causal border comes first, then this rank's other blocks, then those of the other ranks.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,17 +23,10 @@ from autotax.kernels.all_gather_gemm.push_specialized import send_shard
 from autotax.kernels.all_gather_gemm.roles import layout_of, load_block, wait_first
 from autotax.kernels.context import Context
 from autotax.kernels.gather_attention.decomposed import CopiedKeys
-from autotax.kernels.gather_attention.push import block_of, tokens_sent
-from autotax.kernels.kernel import Kernel
+from autotax.kernels.gather_attention.push import AttentionKernel, block_of, tokens_sent
 from autotax.kernels.primitives import EPOCH, leave
 from autotax.operators.gather_attention import GatherAttention
 
-# DOC gather_attention.warp_attention: Attention with roles for warps: one warp loads, two groups of four warps attend to 64 queries each, one warp may send. For Hopper,
-# in Gluon.
-#
-# Blocks of K and V pass through STAGES buffers each, with two barriers a buffer. A TMA load completes the barrier `full`; both
-# groups arrive at `empty`. A group multiplies the next block of keys before the values of this one, so that its softmax runs
-# beside a product. The block with the causal border comes first, then this rank's other blocks, then those of the other ranks.
 ROWS = gl.constexpr(64)
 """Queries of a group: the rows that one Hopper instruction multiplies."""
 GROUPS = gl.constexpr(2)
@@ -284,17 +275,10 @@ def attend_by_roles(
         )  # fmt: skip
 
 
-# DOC gather_attention.copy_engine: copy_engine: the copy engines send K and V to the other ranks; one kernel attends to keys as they arrive, by warps with roles.
-#
-# The loading warp of a program waits for the flag of each other rank whose keys its queries see (see `copies` and `warp_attention`). No
-# program waits for another program of its kernel, so the grid may be of any size. A rank that sees no keys of another does not
-# wait for it here; `open_slot` of a later call does. For Hopper, for sequences whose chunks are whole blocks.
 REGISTERS = 168
 """Registers per thread at the launch: all of a processor's, over twelve warps. The kernel then redistributes them."""
 TILE, BOX = 128, 64
 """Queries of a tile, and of a group of warps."""
-
-
 ALL = gl.constexpr(1 << 30)
 """Rows that share a flag: all of a source's."""
 
@@ -312,40 +296,40 @@ def attend_kernel(
     )  # fmt: skip
 
 
-class CopyEngine(CopiedKeys):
-    KEEPS_LSE: ClassVar[bool] = True
+class RolesKernel(AttentionKernel):
+    """The base of kernels whose warps have roles."""
 
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.lse = context.empty((problem.batch, problem.q_heads, problem.shard_len), torch.float32)
-        self.constants: dict[str, Any] = {
-            "WORLD": problem.world_size,
-            "CAUSAL": problem.mask == "causal",
-            "CHUNKS": problem.chunks,
-            "BLOCK_FIRST": config["order"] == "block_first",
-            "STAGES": config["num_stages"],
-            "BLOCK_N": config["block_n"],
-            "HEAD_DIM": problem.head_dim,
-            "num_warps": 4,
-            "maxnreg": REGISTERS,
-        }
+        self.constants |= {"STAGES": config["num_stages"], "num_warps": 4, "maxnreg": REGISTERS}
 
-    def view(self, tensor: Tensor, tokens: int) -> TensorDescriptor:
-        """TMA boxes of some tokens of one head."""
-        box = [tokens, self.problem.head_dim]
-        matrix = tensor.view(-1, math.prod(tensor.shape[-2:]))
+    @property
+    def tiles(self) -> int:
+        """Tiles of 128 queries of one head."""
+        return self.problem.batch * self.problem.q_heads * (self.problem.shard_len // TILE)
+
+    def view(self, tensor: Tensor, tokens: int, columns: int) -> TensorDescriptor:
+        """TMA boxes of some tokens and columns of a matrix with a row for each token."""
+        box = [tokens, columns]
+        matrix = tensor.view(-1, math.prod(tensor.shape[-2:])) if tensor.dim() > 2 else tensor
         return TensorDescriptor.from_tensor(matrix, box, layout_of(tuple(box), self.problem.dtype))
 
+
+class CopyEngine(CopiedKeys, RolesKernel):
+    """The copy engines send K and V to the other ranks; one kernel attends to keys as they arrive.
+
+    The loading warp of a program waits for the flag of each other rank whose keys its queries see (see `CopiedKeys`). No program
+    waits for another program of its kernel, so the grid may be of any size. A rank that sees no keys of another does not wait for
+    it here; `open_slot` of a later call does. For sequences whose chunks are whole blocks.
+    """
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        problem, context, block_n = self.problem, self.context, int(self.config["block_n"])
+        context, dim, block_n = self.context, self.problem.head_dim, self.constants["BLOCK_N"]
         slot = self.send_all(k, v)
-        items = problem.batch * problem.q_heads * (problem.shard_len // TILE)
         context.launch(
-            attend_kernel, (items if self.config["grid"] == "tiles" else min(items, context.processors),),
-            self.view(q, BOX), self.view(k, block_n), self.view(v, block_n), self.view(self.inbox, block_n),
-            out, self.lse, self.arrived, self.ticket, self.control, slot, context.rank,
-            problem.shard_len, problem.batch, problem.q_heads, problem.kv_heads, math.log2(math.e) / math.sqrt(problem.head_dim),
-            **self.constants,
+            attend_kernel, (self.tiles if self.config["grid"] == "tiles" else min(self.tiles, context.processors),),
+            self.view(q, BOX, dim), *(self.view(keys, block_n, dim) for keys in (k, v, self.inbox)),
+            out, self.lse, self.arrived, self.ticket, self.control, slot, context.rank, *self.sizes, self.scale, **self.constants,
         )  # fmt: skip
         context.rejoin(self.beside)
 
@@ -374,8 +358,16 @@ def push_by_roles_kernel(
     leave(control, epoch, gl.num_programs(0), TARGET)
 
 
-class PushSpecialized(Kernel[GatherAttention]):
-    KEEPS_LSE: ClassVar[bool] = True
+class PushSpecialized(RolesKernel):
+    """One kernel on two ranks: one warp of every program sends.
+
+    Waits: the loading warp waits for the flags of the keys and of the values of each chunk of tokens that its queries see, hence for
+    the sending warps of all programs of the peer. Sending warps never wait for a peer, and all programs are resident.
+
+    Each rank sends all its tokens, in boxes of 64 x 64. The inboxes have two slots, chosen by the parity of the epoch. A rank writes
+    a slot again two calls later. In the call in between it has taken keys of the peer, which were sent after the peer had finished
+    the call before. So every rank must see keys of the other: this excludes a causal mask over contiguous shards.
+    """
 
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
@@ -385,35 +377,15 @@ class PushSpecialized(Kernel[GatherAttention]):
         self.chunks = rows // int(config["chunk"])
         self.flags = context.flags(2 * world * self.chunks)
         self.counts = context.empty((2 * self.chunks,), torch.int32).zero_()
-        self.lse = context.empty((problem.batch, problem.q_heads, problem.shard_len), torch.float32)
-        self.constants: dict[str, Any] = {
-            "WORLD": world,
-            "CAUSAL": problem.mask == "causal",
-            "CHUNKS": problem.chunks,
-            "BLOCK_FIRST": config["order"] == "block_first",
-            "CHUNK": config["chunk"],
-            "BOXES": config["boxes"],
-            "STAGES": config["num_stages"],
-            "BLOCK_N": config["block_n"],
-            "HEAD_DIM": problem.head_dim,
-            "num_warps": 4,
-            "maxnreg": REGISTERS,
-        }
-
-    def view(self, tensor: Tensor, tokens: int, columns: int) -> TensorDescriptor:
-        """TMA boxes of some tokens and columns of a matrix with a row for each token."""
-        box = [tokens, columns]
-        matrix = tensor.view(-1, math.prod(tensor.shape[2:])) if tensor.dim() > 2 else tensor
-        return TensorDescriptor.from_tensor(matrix, box, layout_of(tuple(box), self.problem.dtype))
+        self.constants |= {"CHUNK": config["chunk"], "BOXES": config["boxes"]}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        problem, context, dim, block_n = self.problem, self.context, self.problem.head_dim, int(self.config["block_n"])
-        items = problem.batch * problem.q_heads * (problem.shard_len // TILE)
+        context, dim, block_n = self.context, self.problem.head_dim, self.constants["BLOCK_N"]
+        theirs = (context.heap.peer(inbox, 1 - context.rank) for inbox in self.inboxes)
         context.launch(
-            push_by_roles_kernel, (min(items, context.processors),),
+            push_by_roles_kernel, (min(self.tiles, context.processors),),
             self.view(q, BOX, dim), *(self.view(keys, block_n, dim) for keys in (k, v, *self.inboxes)),
-            *(self.view(keys, BOX, BOX) for keys in (k, v, *(context.heap.peer(inbox, 1 - context.rank) for inbox in self.inboxes))),
+            *(self.view(keys, BOX, BOX) for keys in (k, v, *theirs)),
             out, self.lse, self.counts, self.flags, context.heap.bases, self.control, context.rank,
-            problem.shard_len, problem.batch, problem.q_heads, problem.kv_heads, self.chunks, math.log2(math.e) / math.sqrt(dim),
-            **self.constants,
+            *self.sizes, self.chunks, self.scale, **self.constants,
         )  # fmt: skip
