@@ -145,12 +145,13 @@ class Decomposed(Kernel[AllGatherGemm]):
         return {"inbox": self.inbox.view(2, -1)[:, : world * rows * cols].view(2, world, rows, cols)}
 
 
-# DOC all_gather_gemm.scaled_decomposed: scaled_decomposed: `decomposed` for e4m3. A is gathered with its scales for a product of `scaled_product`.
-#
-# A kernel of `comm` programs gathers, or the copy engines do where `comm` is 0. Products are one or two: see `decomposed`. An A that
-# has to be quantised is quantised first, or on the way if there is one product and a kernel gathers.
 
 class ScaledDecomposed(Scaled):
+    """`decomposed` for e4m3, with one or two products of `scaled_product`.
+
+    An A that has to be quantised is quantised first, or on the way if there is one product and a kernel gathers.
+    """
+
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world = problem.world_size

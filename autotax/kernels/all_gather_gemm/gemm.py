@@ -13,6 +13,10 @@ value that the wait returned.
 Tiles that would not fill a wave of programs are cut into SPLITS parts along K. Each part stores its sum in
 `partials`. The program that finishes last adds up all parts in a fixed order, so results do not depend on which
 program that is.
+
+If the number of columns of a tile is no power of two (320), two products side by side (256 and 64 wide) share the rows of A.
+Accumulators and views of B are tuples of one or two items. Such tiles can fill one wave of processors where narrower tiles would
+need two.
 """
 
 from __future__ import annotations
@@ -34,13 +38,14 @@ from autotax.kernels.context import Context
 from autotax.kernels.primitives import EPOCH, NEXT_TILE, arithmetic, count, dot, translate, wait
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
-# DOC all_gather_gemm.tiles: The host side of the shared GEMM: its compile-time constants and the views of its operands.
 AMD_OPTIONS = ("matrix_instr_nonkdim", "waves_per_eu", "kpack")
 """Compile options that only Triton for AMD knows."""
 
 
 @dataclass(frozen=True)
 class TileOptions:
+    """The host side of the GEMM: its compile-time constants and the views of its operands."""
+
     block_m: int
     block_n: int
     block_k: int
@@ -92,11 +97,6 @@ def element_alignment(problem: AllGatherGemm) -> int:
     return math.gcd(problem.shard_cols, 16)
 
 
-# DOC all_gather_gemm.products: Computes a tile of C as one product, or as two products side by side.
-#
-# If the number of columns is no power of two (320), two products (256 and 64 wide) share the rows of A. Accumulators
-# and views of B are tuples of one or two items. Such tiles can fill one wave of processors where narrower tiles would
-# need two.
 
 @triton.constexpr_function
 def wide(block_n):

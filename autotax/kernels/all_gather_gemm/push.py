@@ -145,19 +145,6 @@ class Push(Kernel[AllGatherGemm]):
         return None if inbox is None else {"inbox": inbox.view(2 * world * rows, cols)}
 
 
-# DOC all_gather_gemm.push_two_kernel: push_two_kernel: one kernel of `comm` programs pushes this rank's shard into every peer's inbox, another computes
-# and polls.
-#
-# A comparison with `push` shows what a single kernel saves: a launch, and senders that become idle. With `beside` 1 the
-# two kernels run side by side, else one after the other.
-#
-# Waits: the GEMM waits like `push`, for the push kernels of its peers, which do not wait. Every push kernel can run
-# whatever the GEMMs do. Side by side, the GEMM is launched with `comm` fewer programs, so that processors stay free for
-# the senders even if the GEMM begins first.
-#
-# The two kernels leave a call together: the epoch advances only when all programs of both have left. This is needed
-# because the GEMM uses nothing of this rank's push kernel, so it may end before the push kernel has begun. The inbox
-# has two slots, see `push`: a rank begins to send when both its kernels have finished the previous call.
 PUSH_WARPS = 8
 
 
@@ -194,6 +181,20 @@ def polling_kernel(
 
 
 class PushTwoKernel(Kernel[AllGatherGemm]):
+    """One kernel of `comm` programs pushes this rank's shard into every peer's inbox, another computes and polls.
+
+    A comparison with `push` shows what a single kernel saves: a launch, and senders that become idle. With `beside` 1 the two
+    kernels run side by side, else one after the other.
+
+    Waits: the GEMM waits like `push`, for the push kernels of its peers, which do not wait. Every push kernel can run whatever the
+    GEMMs do. Side by side, the GEMM is launched with `comm` fewer programs, so that processors stay free for the senders even if
+    the GEMM begins first.
+
+    The two kernels leave a call together: the epoch advances only when all programs of both have left. This is needed because the
+    GEMM uses nothing of this rank's push kernel, so it may end before the push kernel has begun. The inbox has two slots, see
+    `push`: a rank begins to send when both its kernels have finished the previous call.
+    """
+
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.tiles = TileOptions.of(config)

@@ -158,11 +158,6 @@ def await_shards(
         tl.store(control + AWAITED, call)
 
 
-# DOC all_gather_gemm.scaled_gather: Gathers A in e4m3 with its scales, and quantises it on the way if the caller's A has 16 bits.
-#
-# Bytes and scales of a shard travel by one kernel and have one flag; `push_gather` describes slots, flags and waits. Bytes move as
-# 16-bit words. The scales of rows lie as [m, 1]. The scales of blocks lie group by group: for one product as [groups, m], else as [source,
-# groups, rows of a shard], so that each shard's scales have the strides that the vendor's product wants.
 SCALES_AT_ONCE = tl.constexpr(1024)
 """Scales that a program moves at a time."""
 
@@ -191,7 +186,10 @@ def push_scaled(
     WORLD: tl.constexpr, WHOLE: tl.constexpr, COMM: tl.constexpr, QUANT: tl.constexpr, COLS: tl.constexpr, COPY_COLS: tl.constexpr,
     ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`push_gather` for bytes and scales. With QUANT "none" `a` and `inbox` are 16-bit words, `cols` of them a row; else `a` are
+    """`push_gather` for the bytes and scales of a shard in e4m3, which have one flag. Quantises on the way unless QUANT is "none".
+
+    The scales of blocks lie group by group: for one product as [groups, m], else as [source, groups, rows of a shard], so that each
+    shard's scales have the strides that the vendor's product wants. With QUANT "none" `a` and `inbox` are 16-bit words, `cols` of them a row; else `a` are
     numbers, `inbox` bytes, and `cols` their number a row. `groups` is the number of scales a row, 0 where none is sent.
     """
     epoch = tl.load(control + EPOCH)

@@ -200,12 +200,6 @@ class PushPackets(Kernel[AllGatherGemm]):
         return super().failure() or note_of(self.patient, self.context.rank)
 
 
-# DOC all_gather_gemm.scaled_packets: scaled_packets: `push_packets` for e4m3. Bytes and scales of a shard travel as words that carry the number of their call.
-#
-# Between sending and receiving, `warm` MiB of B are loaded into the L2: nothing else uses the memory while words are under way.
-# `push_packets` says why every wait ends and no word is mistaken for one of another call. With `per_processor` 2 two programs share a
-# processor; the space allows that only where both fit, so that all are resident. The scales have boxes of their own, behind
-# those of the bytes.
 POLLED_WORDS = 1024
 """Words that are polled together: at least one per thread, since Triton may load a smaller tile twice."""
 WARM_ROWS, WARM_WORDS = tl.constexpr(8), tl.constexpr(1024)
@@ -253,6 +247,12 @@ def scaled_packets_kernel(
 
 
 class ScaledPackets(Scaled):
+    """`push_packets` for e4m3: bytes and scales of a shard travel as words. The scales have boxes of their own.
+
+    Between sending and receiving, `warm` MiB of B are loaded into the L2: nothing else uses the memory while words are under way.
+    With `per_processor` 2 two programs share a processor; the space allows that only where both fit, so that all are resident.
+    """
+
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world = problem.world_size

@@ -1,9 +1,19 @@
-"""push_specialized: like `push`, but warp-specialized (see `warp_gemm`). One warp of every program sends; no program
-only sends.
+"""push_specialized: like `push`, but warp-specialized: of the warps of every program one sends, one polls, one loads, the others
+multiply (see `roles`). For Hopper, in Gluon.
 
-Waits: the polling warp of a program waits for the chunks of rows of its tiles, K group by K group. Thereby it waits
-for the sending warps of all programs of a peer. Sending warps wait only for the clock that paces them. The inbox has
-two slots, see `push`.
+This rank's shard is sent in boxes of 64 x 64. They are distributed over the senders of all programs, chunk by chunk of rows and in
+the order of K. TMA copies a box from memory to a buffer and from there to every peer, so sending takes no time of the multiplying
+warps. A system-scope fence takes 5 us beside a GEMM. Therefore boxes are counted on this GPU, and the sender that counts the last box
+of a K group signals the group to the peers.
+
+Boxes are sent at PACE GB/s. Without pacing all boxes would arrive at about the same time, including those that are needed first. The
+first BY_WORDS columns of a shard are needed before a box can arrive, so they travel as words: see `push_words`.
+
+A poll takes a microsecond, so a separate warp polls. It signals the loader through the barriers `there`, one per K group, and runs
+at most one tile ahead (`taken`).
+
+Waits: the polling warp of a program waits for the chunks of rows of its tiles, K group by K group. Thereby it waits for the sending
+warps of all programs of a peer. Sending warps wait only for the clock that paces them. The inbox has two slots, see `push`.
 """
 
 from __future__ import annotations
@@ -42,20 +52,6 @@ from autotax.kernels.primitives import EPOCH, arithmetic, flag_address, leave, s
 from autotax.kernels.tiling import GROUP_ROWS, MOST_RANKS
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
-# DOC all_gather_gemm.warp_gemm: The warps of `push_specialized`: one sends, one polls, one loads, the others multiply (see `roles`). For Hopper, in
-# Gluon.
-#
-# This rank's shard is sent in boxes of 64 x 64. They are distributed over the senders of all programs, chunk by chunk
-# of rows and in the order of K. TMA copies a box from memory to a buffer and from there to every peer, so sending takes
-# no time of the multiplying warps. A system-scope fence takes 5 us beside a GEMM. Therefore boxes are counted on this
-# GPU, and the sender that counts the last box of a K group signals the group to the peers.
-#
-# Boxes are sent at PACE GB/s. Without pacing all boxes would arrive at about the same time, including those that are
-# needed first. The first BY_WORDS columns of a shard are needed before a box can arrive, so they travel as words: see
-# `by_words`.
-#
-# A poll takes a microsecond, so a separate warp polls. It signals the loader through the barriers `there`, one per K
-# group, and runs at most one tile ahead (`taken`).
 box_row = arithmetic(tiling.box_row)
 box_strip = arithmetic(tiling.box_strip)
 boxes_of = arithmetic(tiling.boxes_of)

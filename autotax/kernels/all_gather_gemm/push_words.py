@@ -1,14 +1,24 @@
-"""push_words: the whole shard travels as self-validating words while blocks of B are already loading. For few rows,
-where loading B takes most of the time.
+"""push_words: the whole shard travels as self-validating words while blocks of B are already loading. For few rows, where loading B
+takes most of the time. `push_specialized` sends the first columns of its shards as such words.
 
-Four warps of every program send their part of this rank's shard and receive their part of the other shards
-(`by_words`). They write both to the place from which the product reads A, K group by K group, and count finished work
-on their GPU. Two warps load: one loads B, as far ahead as there are buffers; the other loads a K group of A when all
-programs have counted it. One or two groups of four warps multiply (`roles`). There are no flags in the heap, no
-system-scope fences, and no second kernel.
+Four warps of every program send their part of this rank's shard and receive their part of the other shards. They write both to the
+place from which the product reads A, K group by K group, and count finished work on their GPU. Two warps load: one loads B, as far
+ahead as there are buffers; the other loads a K group of A when all programs have counted it. One or two groups of four warps multiply
+(`roles`). There are no flags in the heap, no system-scope fences, and no second kernel.
 
-Waits: receivers wait for the peers, whose senders never wait. The warp that loads A waits for the receivers of its
-own rank. All programs are resident, one per processor.
+A box of `push_specialized` can be multiplied about 10 us after the launch: it is loaded, written, counted, fenced and signalled in
+sequence. A word is only loaded, written and seen. A word has 8 bytes, four elements, and is always read and written whole. NOTHING,
+four times -0.0, marks a word that has not arrived; a sender replaces such a word by zeros. The receiver copies each word to its place
+in A, then restores NOTHING.
+
+No word is read too early or lost, because inboxes have two slots. A rank sends words of call e + 2 after its call e + 1 has ended. In
+call e + 1 it has received words of every peer. A peer sent them after its own call e had ended. Then the peer had taken all words of
+call e and restored NOTHING. So words need no order among themselves. A call of fewer rows does not touch the words that it does not
+send.
+
+Waits: receivers wait only for peers, whose programs send their words before they wait for anything. Each program counts itself on its
+GPU when it has received its part. The warp that loads A, and pollers, wait for all programs of their own rank. All programs are
+resident, one per processor.
 """
 
 from __future__ import annotations
@@ -40,20 +50,6 @@ from autotax.kernels.primitives import EPOCH, LIMIT, leave, note_missing, settle
 from autotax.kernels.tiling import BLOCKS_BELOW_EACH_OTHER
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
-# DOC all_gather_gemm.by_words: Exchanges the first columns of the shards as self-validating words, without fences or signals.
-#
-# A box of `push_specialized` can be multiplied about 10 us after the launch: it is loaded, written, counted, fenced and
-# signalled in sequence. A word is only loaded, written and seen. A word has 8 bytes, four elements, and is always read
-# and written whole. NOTHING, four times -0.0, marks a word that has not arrived; a sender replaces such a word by
-# zeros. The receiver copies each word to its place in A, then restores NOTHING.
-#
-# No word is read too early or lost, because inboxes have two slots. A rank sends words of call e + 2 after its call e +
-# 1 has ended. In call e + 1 it has received words of every peer. A peer sent them after its own call e had ended. Then
-# the peer had taken all words of call e and restored NOTHING. So words need no order among themselves. A call of fewer
-# rows does not touch the words that it does not send.
-#
-# Each program counts itself on its GPU when it has received its part. Pollers wait for all programs of the GPU.
-# Receivers wait only for peers, whose programs send their words before they wait for anything.
 NOTHING = -0x7FFF7FFF7FFF8000
 """0x8000800080008000 as int64: four times -0.0 of either 16-bit type."""
 THREADS = gl.constexpr(128)

@@ -29,7 +29,6 @@ from autotax.kernels.all_gather_gemm.gemm import grouped, remote_row
 from autotax.kernels.primitives import ERROR, LIMIT, note_missing, settle
 from autotax.kernels.tiling import GROUP_ROWS, parts_of, sides, x_is_a_block_of_b
 
-# DOC all_gather_gemm.views: Arguments of the warp-specialized kernels for a tile: TMA descriptors of its blocks, and its sides as constants.
 T = TypeVar("T")
 
 GLUON_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
@@ -37,7 +36,7 @@ MOST_PARTS = 3
 
 
 class Views:
-    """TMA boxes of a tile: of a block of A, of the parts of a block of B, and of the parts of C [shards, rows,
+    """Arguments of a kernel for a tile: its sides as constants, and TMA boxes of a block of A, of the parts of a block of B, and of the parts of C [shards, rows,
     columns]. See `tiling.sides`.
     """
 

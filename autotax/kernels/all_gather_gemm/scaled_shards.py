@@ -1,4 +1,4 @@
-"""The base of all kernels for e4m3: the arguments of a call, quantisation, and the scales of all of A."""
+"""The base of all kernels for e4m3: the arguments of a call, the scales of all of A, and quantisation where the caller's A has 16 bits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,6 @@ from autotax.kernels.quantise import quantise
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.scaled import GROUP, SCALES_OF
 
-# DOC all_gather_gemm.scaled_gather: Gathers A in e4m3 with its scales, and quantises it on the way if the caller's A has 16 bits.
-#
-# Bytes and scales of a shard travel by one kernel and have one flag; `push_gather` describes slots, flags and waits. Bytes move as
-# 16-bit words. The scales of rows lie as [m, 1]. The scales of blocks lie group by group: for one product as [groups, m], else as [source,
-# groups, rows of a shard], so that each shard's scales have the strides that the vendor's product wants.
 
 @triton.jit
 def spread_quantised(

@@ -1,7 +1,7 @@
-"""scaled_specialized: `push_specialized` for e4m3. `scaled_roles` says how its groups multiply.
+"""scaled_specialized and scaled_push_words: `push_specialized` and `push_words` for e4m3. `scaled_roles` says how groups multiply.
 
 The scales of a shard travel as words that carry the number of their call, before the first columns of the shard, which also
-travel as words (`by_words`). Every program counts itself when it has received its part of both.
+travel as words (`push_words`). Every program counts itself when it has received its part of both.
 
 Waits: receivers wait only for peers, whose programs send their words before they wait for anything. For the rest see
 `push_specialized`. No word of scales is mistaken: there are two slots, and a rank writes one again two calls later, after it has
@@ -260,7 +260,6 @@ class ScaledSpecialized(Codes, PushSpecialized):
         )  # fmt: skip
 
 
-# DOC all_gather_gemm.scaled_push_words: scaled_push_words: `push_words` for e4m3. Scales travel as in `scaled_specialized`, and `push_words` says why waits end.
 
 @gluon.jit
 def exchange(

@@ -1,5 +1,5 @@
 """The common end of all variants: it computes the new residual, norm and quantisation from the sum of a row. Also the arguments
-of a call.
+of a call, and the baseline `bsp`.
 
 The norm is computed from the new residual, which is the sum rounded to the dtype. vLLM's fused_add_rms_norm and FlashInfer's
 all-reduce fusion do the same. So ranks that exchange sums exchange only the new residual. The norm is multiplied by the weight in
@@ -8,6 +8,7 @@ float32 and rounded once. An 8-bit output is quantised from that rounded y, so i
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -198,7 +199,6 @@ class NormKernel(Kernel[AllReduceNorm]):
         raise NotImplementedError
 
 
-# DOC all_reduce_norm.bsp: bsp: the bulk-synchronous baseline: the collective library's all-reduce, then one kernel that adds, norms and quantises.
 
 @triton.jit(do_not_specialize=["m", "eps"])
 def norm_kernel(
@@ -231,9 +231,16 @@ class AfterSum(NormKernel):
         """The memory of the sum, [m, hidden]. A product is stored there at once."""
         return self.products if problem.k else self.unnormed(problem)
 
-    def norm(self, total: Tensor, residual: Tensor, *others: Tensor, eps: float) -> None:
-        m = self.problem.m
-        self.context.launch(norm_kernel, (ceil_div(m, self.rows),), total, residual, *others, m, eps, **self.constants)
+    @abstractmethod
+    def compute_sums(self, x: Tensor) -> None:
+        """Enqueues the sum over the ranks of x, or of the product that is stored already, into `sums`."""
+
+    def run(
+        self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
+    ) -> None:
+        self.compute_sums(x)
+        m, tensors = self.problem.m, (self.sums, residual, weight, new_residual, y, scales)
+        self.context.launch(norm_kernel, (ceil_div(m, self.rows),), *tensors, m, eps, **self.constants)
 
     def alone(self, total: Tensor, weight: Tensor, *rest: Tensor, eps: float) -> None:
         """Norms rows that are sums already; `rest`: the scales if there are any, y."""
@@ -250,11 +257,9 @@ class AfterSum(NormKernel):
 
 
 class Bsp(AfterSum):
-    def run(
-        self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
-    ) -> None:
-        """See NormKernel.run."""
-        if not self.problem.k:  # the product is in the sums already
+    """The bulk-synchronous baseline: the collective library's all-reduce, then the norm kernel."""
+
+    def compute_sums(self, x: Tensor) -> None:
+        if not self.problem.k:
             self.context.copy(self.sums, x)
         all_reduce(self.context, self.sums)
-        self.norm(self.sums, residual, weight, new_residual, y, scales, eps=eps)

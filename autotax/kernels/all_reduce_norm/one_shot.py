@@ -40,6 +40,9 @@ from autotax.kernels.residency import gdc_wait
 from autotax.kernels.whole_words import store_whole
 from autotax.operators.all_reduce_norm import GROUP, AllReduceNorm
 
+MOST_SENT = 2048
+"""Most words that a program sends at a time."""
+
 
 @triton.jit
 def own_numbers(x, at, inside, WIDE: tl.constexpr, TYPE: tl.constexpr):
@@ -214,7 +217,6 @@ class OneShot(NormKernel):
     def run(
         self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
     ) -> None:
-        """See NormKernel.run."""
         context = self.context
         context.launch(
             one_shot_kernel, (self.programs,),
@@ -228,19 +230,7 @@ class OneShot(NormKernel):
         return {}
 
 
-MOST_SENT = 2048
-"""Most words that a program sends at a time."""
 
-
-# DOC all_reduce_norm.fused: fused: for few rows behind a product. One kernel computes the product, and sends and normalises it as `one_shot` does.
-#
-# Each program computes tiles of all rows. It sends them as words to every rank, this one too, so a program that normalises a row
-# needs no sign of the tiles: the row is complete when its words have arrived. No counter and no fence lies between the product and
-# the norm.
-#
-# Why every wait ends: programs first compute and send all their tiles without waiting. The rest is as in `one_shot`, where the words
-# of this rank are some of those that it waits for. Why no stale word matches: see `one_shot`. Words of this rank are written and read
-# by kernels of one stream.
 EVICT = {"kept": "", "passing": "evict_first"}
 """Eviction policies of weights in the L2, where pointers load them."""
 LEAST_ROWS = 16
@@ -342,6 +332,16 @@ def fused_kernel(
 
 
 class Fused(OneShot):
+    """For few rows behind a product: one kernel computes the product, and sends and normalises it as `one_shot` does.
+
+    Each program computes tiles of all rows. It sends them as words to every rank, this one too, so a program that normalises a row
+    needs no sign of the tiles: the row is complete when its words have arrived. No counter and no fence lies between the product
+    and the norm.
+
+    Why every wait ends: programs first compute and send all their tiles without waiting. The rest is as in `one_shot`, where the
+    words of this rank are some of those that it waits for. Words of this rank are written and read by kernels of one stream.
+    """
+
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
         block_m = max(LEAST_ROWS, power_of_two(problem.m))
         self.tiles = TileOptions.of(Config.of(config.variant, config.values | {"block_m": block_m, "group_m": 1}))
@@ -360,7 +360,6 @@ class Fused(OneShot):
         }
 
     def units(self, problem: AllReduceNorm, config: Config) -> int:
-        """See OneShot.units."""
         return max(ceil_div(problem.hidden, self.tiles.block_n), super().units(problem, config))
 
     def unnormed(self, problem: AllReduceNorm) -> Tensor:  # noqa: ARG002
@@ -374,7 +373,6 @@ class Fused(OneShot):
     def run(
         self, x: Any, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
     ) -> None:
-        """See NormKernel.run."""
         a, b = x
         context, problem = self.context, self.problem
         context.launch(

@@ -1,4 +1,7 @@
-"""Alternatives to bsp in comparisons: sums by torch's symmetric memory, followed by our norm; and FlashInfer's fused kernel."""
+"""Alternatives in comparisons: sums of libraries, followed by our norm; and the fused kernels of FlashInfer and SGLang.
+
+Kernels of serving engines are those of their newest releases, imported only where they are measured.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,13 @@ class TorchSum(AfterSum):
         self.partial = self.products = symmetric(context, (problem.m, problem.hidden), context.dtype(problem))
 
     def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any] | None:
-        """See AfterSum.changes_for."""
         return (super().changes_for(smaller) or {}) | {"partial": self.partial[: smaller.m]}
 
-    def run(
-        self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
-    ) -> None:
-        """See NormKernel.run."""
+    def compute_sums(self, x: Tensor) -> None:
         if not self.problem.k:
             self.context.copy(self.partial, x)
         if not self.context.dry:
             self.add_up()
-        self.norm(self.sums, residual, weight, new_residual, y, scales, eps=eps)
 
     @abstractmethod
     def add_up(self) -> None:
@@ -48,7 +46,6 @@ class TorchOneShot(TorchSum):
     """With torch.ops.symm_mem.one_shot_all_reduce_out: every rank reads the data of all others."""
 
     def add_up(self) -> None:
-        """See TorchSum.add_up."""
         torch.ops.symm_mem.one_shot_all_reduce_out(self.partial, "sum", self.group, self.sums)
 
 
@@ -56,7 +53,6 @@ class TorchTwoShot(TorchSum):
     """With torch.ops.symm_mem.two_shot_all_reduce_out: every rank adds up its part and sends it to all ranks."""
 
     def add_up(self) -> None:
-        """See TorchSum.add_up."""
         torch.ops.symm_mem.two_shot_all_reduce_out(self.partial, "sum", self.group, self.sums)
 
 
@@ -64,7 +60,6 @@ class TorchReduceScatter(TorchSum):
     """With torch.ops.symm_mem.reduce_scatter_out: each rank adds up its rows, which the collective library gathers before the norm."""
 
     def add_up(self) -> None:
-        """See TorchSum.add_up."""
         rows = len(self.sums) // self.problem.world_size
         own = self.sums[self.context.rank * rows : (self.context.rank + 1) * rows]
         torch.ops.symm_mem.reduce_scatter_out(self.partial.view(-1), self.group, False, own.view(-1))
@@ -76,7 +71,7 @@ class TorchReduceScatter(TorchSum):
 
 
 class FlashInfer(NormKernel):
-    """FlashInfer's fusion by IPC, as vLLM and SGLang call it. It is imported only where it is measured."""
+    """FlashInfer's fusion by IPC, as vLLM and SGLang call it."""
 
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
@@ -97,7 +92,6 @@ class FlashInfer(NormKernel):
     def run(
         self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float  # noqa: ARG002
     ) -> None:
-        """See NormKernel.run."""
         if not self.context.dry:
             self.comm.allreduce_fusion(
                 input=x,
@@ -120,28 +114,21 @@ class IrisAllReduce(IrisSum[AllReduceNorm], AfterSum):
         return dict.fromkeys(("partial", "sum"), (problem.m, problem.hidden))
 
     def room(self, problem: AllReduceNorm) -> Tensor:
-        """See AfterSum.room."""
         return self.rooms["sum"] if self.rooms else super().room(problem)
 
-    def run(
-        self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
-    ) -> None:
-        """See NormKernel.run."""
+    def compute_sums(self, x: Tensor) -> None:
         if not self.context.dry:
             self.rooms["partial"].copy_(x)
             self.add_up()
-        self.norm(self.sums, residual, weight, new_residual, y, scales, eps=eps)
 
 
 class IrisAllReduceTuned(IrisAllReduce):
     tuned = True
 
 
-# DOC all_reduce_norm.engines: The kernels of serving engines as rows of comparisons, imported only where they are measured: vLLM's custom all-reduce, with our
-# norm behind it, and SGLang's push kernel, which also adds and norms. Both are those of their newest releases.
 
 class VllmSum(AfterSum):
-    """`CustomAllreduce` copies x to memory that the peers can read, as it does where a graph has not registered x with it."""
+    """With vLLM's `CustomAllreduce`. It copies x to memory that the peers can read, as it does where a graph has not registered x with it."""
 
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
@@ -151,13 +138,9 @@ class VllmSum(AfterSum):
         if self.reduce.disabled:
             raise RuntimeError("vLLM has disabled its custom all-reduce here")
 
-    def run(
-        self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
-    ) -> None:
-        """See NormKernel.run."""
+    def compute_sums(self, x: Tensor) -> None:
         if not self.context.dry:
             self.reduce.all_reduce(x, out=self.sums)
-        self.norm(self.sums, residual, weight, new_residual, y, scales, eps=eps)
 
 
 _communicators: dict[int, Any] = {}
@@ -185,7 +168,6 @@ class SglangPush(NormKernel):
     def run(
         self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float  # noqa: ARG002
     ) -> None:
-        """See NormKernel.run."""
         if self.context.dry:
             return
         problem = self.problem

@@ -198,7 +198,6 @@ class Push(NormKernel):
     def run(
         self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
     ) -> None:
-        """See NormKernel.run."""
         context = self.context
         context.launch(
             push_kernel, (self.programs,),

@@ -133,7 +133,6 @@ class TwoShot(NormKernel):
     def run(
         self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
     ) -> None:
-        """See NormKernel.run."""
         context = self.context
         context.launch(
             two_shot_kernel, (self.programs,),
