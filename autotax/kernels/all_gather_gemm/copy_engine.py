@@ -78,12 +78,8 @@ class CopyEngine(Kernel[AllGatherGemm]):
             tiles.view_a(a), tiles.view_a(self.inbox.view(-1, problem.shard_cols)), *views_of_b(tiles, b), out, self.partials, self.finished,
             context.heap.bases, self.flags, self.done, self.control,
             context.rank, problem.m, problem.n, problem.shard_rows, problem.shard_cols,
-            WORLD=world,
-            SHARD_K=problem.shard == "k",
-            CHUNK=config["chunk_rows"],
-            ALIGNED=element_alignment(problem),
-            DIES=config.values.get("dies", 1),
-            **tiles.constants,
+            WORLD=world, SHARD_K=problem.shard == "k", CHUNK=config["chunk_rows"], ALIGNED=element_alignment(problem),
+            DIES=config.values.get("dies", 1), **tiles.constants,
         )  # fmt: skip
         context.rejoin(self.streams)
 

@@ -1,5 +1,4 @@
-"""decomposed: A is gathered beside several calls of the vendor's GEMM. Each GEMM begins as soon as its rows have
-arrived.
+"""decomposed: A is gathered beside several calls of the vendor's GEMM. Each GEMM begins as soon as its rows have arrived.
 
 The number of GEMMs is a trade-off: few large ones are fast, many small ones begin early. `products` is one of
 - `one`: one GEMM when A is complete;
@@ -95,9 +94,7 @@ class Decomposed(Kernel[AllGatherGemm]):
                 self.copy(a, inbox[context.rank])
 
     def pieces(self, rows: int, last: bool) -> list[tuple[int, int]]:
-        """Returns the rows (first, end) of each piece with a flag and a GEMM of its own. Only the last shard may have
-        several.
-        """
+        """Returns the rows (first, end) of each piece with a flag and a GEMM of its own. Only the last shard may have several."""
         return last_pieces(rows, self.config["products"]) if last else [(0, rows)]
 
     def copy(self, a: Tensor, landing: Tensor) -> None:
@@ -117,12 +114,8 @@ class Decomposed(Kernel[AllGatherGemm]):
             (max(programs, context.processors) if self.warm_cols else programs,),
             a, inbox, b, context.heap.bases, self.arrived[0], self.begun, self.control,
             context.rank, slot, problem.shard_rows, problem.shard_cols, problem.n, problem.k, self.warm_cols,
-            WORLD=problem.world_size,
-            SHARD_K=problem.shard == "k",
-            WHOLE=self.whole,
-            COMM=self.comm,
-            COPY_COLS=min(1024, power_of_two(problem.shard_cols)),
-            ALIGNED=element_alignment(problem),
+            WORLD=problem.world_size, SHARD_K=problem.shard == "k", WHOLE=self.whole, COMM=self.comm,
+            COPY_COLS=min(1024, power_of_two(problem.shard_cols)), ALIGNED=element_alignment(problem),
             num_warps=4 if context.interpreted else 16,
         )  # fmt: skip
 
@@ -235,13 +228,8 @@ class ScaledDecomposed(Scaled):
             a.view(word) if quant == "none" else a, scales, self.quantised.most, inbox.view(word), used, context.heap.bases, self.arrived, self.begun,
             self.control, context.rank, slot, rows, words, self.groups,
             rows if self.whole else max(1, self.groups) * rows, world * rows if self.whole else rows,
-            WORLD=world,
-            WHOLE=self.whole,
-            COMM=self.comm,
-            QUANT=quant,
-            COLS=self.quantised.columns,
-            COPY_COLS=min(1024, power_of_two(words)),
-            ALIGNED=math.gcd(words, 16),
+            WORLD=world, WHOLE=self.whole, COMM=self.comm, QUANT=quant, COLS=self.quantised.columns,
+            COPY_COLS=min(1024, power_of_two(words)), ALIGNED=math.gcd(words, 16),
             num_warps=4 if context.interpreted else 16,
         )  # fmt: skip
 

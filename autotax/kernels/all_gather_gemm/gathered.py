@@ -1,8 +1,7 @@
 """Hands out the gathered A: copies the inbox of a kernel and this rank's shard after the call.
 
-The copy must be complete before a peer writes into the slot again. With two slots it is. A peer writes the slot two
-calls later, after it has received this rank's shard of the call in between. This rank sends that shard after the
-copy.
+The copy must be complete before a peer writes into the slot again. With two slots it is. A peer writes the slot two calls later,
+after it has received this rank's shard of the call in between. This rank sends that shard after the copy.
 
 `copy_engine` hands out nothing: it has one slot, and peers may write it once its kernel has ended. The pulling
 variants hand out nothing either: they have no inbox.

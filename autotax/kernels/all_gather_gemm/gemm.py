@@ -1,5 +1,4 @@
-"""The GEMM of every fused All-Gather + GEMM variant: a persistent loop over output tiles that waits for the rows of A
-it needs.
+"""The GEMM of every fused All-Gather + GEMM variant: a persistent loop over output tiles that waits for the rows of A it needs.
 
 Tiles are assigned to programs statically or taken from a counter. The tiles of this rank's shard come first.
 
@@ -10,9 +9,8 @@ tile needs its rows from every rank and accumulates one K segment per source.
 Waiting happens inside the pipelined K loop. Prefetched loads must not pass the wait, so their addresses depend on the
 value that the wait returned.
 
-Tiles that would not fill a wave of programs are cut into SPLITS parts along K. Each part stores its sum in
-`partials`. The program that finishes last adds up all parts in a fixed order, so results do not depend on which
-program that is.
+Tiles that would not fill a wave of programs are cut into SPLITS parts along K. Each part stores its sum in `partials`. The
+program that finishes last adds up all parts in a fixed order, so results do not depend on which program that is.
 
 If the number of columns of a tile is no power of two (320), two products side by side (256 and 64 wide) share the rows of A.
 Accumulators and views of B are tuples of one or two items. Such tiles can fill one wave of processors where narrower tiles would
@@ -205,8 +203,7 @@ def next_item(control):
 
 @triton.jit
 def next_share(control, dealt, items):
-    """Takes a work item that was not assigned statically and that no other program has. Returns its number and that
-    number + 1.
+    """Takes a work item that was not assigned statically and that no other program has. Returns its number and that number + 1.
 
     No item is left if the number is not below `items`.
     """
@@ -218,9 +215,8 @@ def next_share(control, dealt, items):
 
 @triton.jit
 def first_share(worker, control, dealt, items):
-    """Returns a program's first work item and the end of its share. The static share is every n-th item from `worker`
-    on, for n workers. Without a static share the item comes from `next_share`. A negative worker has been
-    communicating.
+    """Returns a program's first work item and the end of its share. The static share is every n-th item from `worker` on, for n
+    workers. Without a static share the item comes from `next_share`. A negative worker has been communicating.
     """
     item, share_end = worker, dealt
     if (worker < 0) | (worker >= dealt):
@@ -338,8 +334,7 @@ def gather_rows(
     K_GROUPS: tl.constexpr, COMM: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, DIES: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Computes tiles of C until none is left, for A sharded along M: this rank's rows first, then the rows of the
-    other ranks.
+    """Computes tiles of C until none is left, for A sharded along M: this rank's rows first, then the rows of the other ranks.
 
     There are two loops instead of one with a branch, so that the two pipelines can use the same shared memory. With
     ALL there is one loop, over the rows of all shards. For whole tiles (SPLITS 1) each loop is flattened with its K
@@ -486,10 +481,9 @@ def gather_gemm(
     `inbox` [SLOTS, WORLD, rows, cols]. With REMOTE each shard lies in the inbox [SLOTS, rows, cols] of its owner, and
     `inbox` is a plain pointer. `b` has the views of B (see `products`).
 
-    Flags are [K_GROUPS, WORLD, chunks], with REMOTE [WORLD]. The data of a flag has arrived after `signals` signals
-    per call. With SPLITS > 1 the cut tiles, fewer than there are programs, use `partials` float32 [tiles, SPLITS,
-    BLOCK_M, BLOCK_N] and `finished` int32 [tiles]. `finished` is zero between calls. With SPLITS 1 neither is
-    touched.
+    Flags are [K_GROUPS, WORLD, chunks], with REMOTE [WORLD]. The data of a flag has arrived after `signals` signals per call.
+    With SPLITS > 1 the cut tiles, fewer than there are programs, use `partials` float32 [tiles, SPLITS, BLOCK_M, BLOCK_N] and
+    `finished` int32 [tiles]. `finished` is zero between calls. With SPLITS 1 neither is touched.
     """
     if SHARD_K:
         gather_columns(

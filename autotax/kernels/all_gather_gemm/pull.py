@@ -71,21 +71,15 @@ class Pull(Kernel[AllGatherGemm]):
             publish,
             (self.publishers,),
             a, self.published, bases, self.flags, self.control, context.rank, rows, cols,
-            WORLD=world,
-            BLOCK=COPY_BLOCK,
-            ALIGNED=element_alignment(problem),
-            num_warps=8,
+            WORLD=world, BLOCK=COPY_BLOCK, ALIGNED=element_alignment(problem), num_warps=8,
         )  # fmt: skip
         context.launch(
             pull_kernel,
             (context.processors,),
             tiles.view_a(a), self.published, *views_of_b(tiles, b), out, bases, self.flags, self.control,
             context.rank, problem.m, problem.n, rows, cols, self.publishers,
-            WORLD=world,
-            SHARD_K=problem.shard == "k",
-            ALIGNED=element_alignment(problem),
-            DIES=self.config.values.get("dies", 1),
-            **tiles.constants,
+            WORLD=world, SHARD_K=problem.shard == "k", ALIGNED=element_alignment(problem),
+            DIES=self.config.values.get("dies", 1), **tiles.constants,
         )  # fmt: skip
 
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any] | None:

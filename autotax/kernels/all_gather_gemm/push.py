@@ -1,5 +1,4 @@
-"""push: the first `comm` programs write this rank's shard into every peer's inbox, piece by piece; the other programs
-compute.
+"""push: the first `comm` programs write this rank's shard into every peer's inbox, piece by piece; the other programs compute.
 
 Waits: a tile waits for the chunks of rows that it reads, one K group at a time, so that it can begin before whole
 rows have arrived. The sender signals each K group of a chunk `pieces` times. With `across` a rank also sends its
@@ -46,9 +45,8 @@ def push_shard(
     """Writes this rank's shard [rows, cols] to all peers, and with ALL also to its own inbox. A piece is some rows of
     a K group of a chunk; each gets one signal.
 
-    The first K group of every chunk is sent first, so that readers can begin with it. With COMM_DIES > 1 programs of
-    one die send neighbouring pieces at a time. With BY_DIE they combine their signals; the words for that lie after
-    the flags.
+    The first K group of every chunk is sent first, so that readers can begin with it. With COMM_DIES > 1 programs of one die send
+    neighbouring pieces at a time. With BY_DIE they combine their signals; the words for that lie after the flags.
     """
     chunks = tl.cdiv(rows, CHUNK)
     parts = chunks * K_GROUPS
@@ -118,26 +116,15 @@ class Push(Kernel[AllGatherGemm]):
             a, tiles.view_a(a), self.inbox, tiles.view_a(self.inbox), *views_of_b(tiles, b), out, self.partials, self.finished,
             context.heap.bases, self.flags, self.control,
             context.rank, problem.m, problem.n, problem.shard_rows, problem.shard_cols,
-            WORLD=problem.world_size,
-            SHARD_K=problem.shard == "k",
-            ALL=config["across"],
-            CHUNK=config["chunk_rows"],
-            K_GROUPS=config["k_groups"],
-            PIECES=config["pieces"],
-            COMM=config["comm"],
-            COMM_DIES=config.values.get("comm_dies", 1),
-            BY_DIE=self.by_die,
-            COPY_ROWS=COPY_ELEMENTS // self.copy_cols,
-            COPY_COLS=self.copy_cols,
-            ALIGNED=element_alignment(problem),
-            DIES=config.values.get("dies", 1),
+            WORLD=problem.world_size, SHARD_K=problem.shard == "k", ALL=config["across"], CHUNK=config["chunk_rows"],
+            K_GROUPS=config["k_groups"], PIECES=config["pieces"], COMM=config["comm"],
+            COMM_DIES=config.values.get("comm_dies", 1), BY_DIE=self.by_die, COPY_ROWS=COPY_ELEMENTS // self.copy_cols,
+            COPY_COLS=self.copy_cols, ALIGNED=element_alignment(problem), DIES=config.values.get("dies", 1),
             **tiles.constants,
         )  # fmt: skip
 
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any] | None:
-        """Flags count signals, so a call must raise all of them. Fewer rows are supported only with the same number
-        of chunks.
-        """
+        """Flags count signals, so a call must raise all of them. Fewer rows are supported only with the same number of chunks."""
         chunk, world, rows, cols = self.config["chunk_rows"], smaller.world_size, smaller.shard_rows, smaller.shard_cols
         if ceil_div(rows, chunk) != ceil_div(self.problem.shard_rows, chunk):
             return None
@@ -228,14 +215,9 @@ class PushTwoKernel(Kernel[AllGatherGemm]):
                 (config["comm"],),
                 a, self.inbox, context.heap.bases, self.flags, self.control,
                 context.rank, problem.shard_rows, problem.shard_cols, self.programs,
-                PIECES=config["pieces"],
-                INTERLEAVED=self.tiles.constants["INTERLEAVED"],
-                COMM=config["comm"],
-                COPY_ROWS=COPY_ELEMENTS // self.copy_cols,
-                COPY_COLS=self.copy_cols,
-                ALIGNED=element_alignment(problem),
-                num_warps=PUSH_WARPS,
-                **self.constants,
+                PIECES=config["pieces"], INTERLEAVED=self.tiles.constants["INTERLEAVED"], COMM=config["comm"],
+                COPY_ROWS=COPY_ELEMENTS // self.copy_cols, COPY_COLS=self.copy_cols, ALIGNED=element_alignment(problem),
+                num_warps=PUSH_WARPS, **self.constants,
             )  # fmt: skip
 
     def compute(self, a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -246,9 +228,6 @@ class PushTwoKernel(Kernel[AllGatherGemm]):
             tiles.view_a(a), tiles.view_a(self.inbox), *views_of_b(tiles, b), out,
             context.heap.bases, self.flags, self.control,
             context.rank, problem.m, problem.n, problem.shard_rows, problem.shard_cols, self.config["pieces"], self.programs,
-            SHARD_K=problem.shard == "k",
-            ALIGNED=element_alignment(problem),
-            **self.constants,
-            DIES=self.config.values.get("dies", 1),
-            **tiles.constants,
+            SHARD_K=problem.shard == "k", ALIGNED=element_alignment(problem), **self.constants,
+            DIES=self.config.values.get("dies", 1), **tiles.constants,
         )  # fmt: skip

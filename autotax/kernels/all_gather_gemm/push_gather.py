@@ -1,10 +1,9 @@
 """Gathers A for the vendor's GEMM: the kernels that send and wait, and the rule that frees a slot of the inbox.
 
-The library gets its addresses when a call is captured, so the host chooses the slot of the inbox: the two in turn. A
-graph may hold an odd number of calls and so use one slot twice in a row. Therefore nothing relies on parity. The
-control block records which call used a slot last. Each rank raises `begun` flags when it begins a call; they tell its
-peers that it has finished the previous call. If slots do alternate, these flags were raised one call earlier, and
-nobody waits.
+The library gets its addresses when a call is captured, so the host chooses the slot of the inbox: the two in turn. A graph may
+hold an odd number of calls and so use one slot twice in a row. Therefore nothing relies on parity. The control block records
+which call used a slot last. Each rank raises `begun` flags when it begins a call; they tell its peers that it has finished the
+previous call. If slots do alternate, these flags were raised one call earlier, and nobody waits.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ def spread(
 ):  # fmt: skip
     """landing[row:row_end, col:col_end] = source[...] on every other rank, and with SELF also on this rank.
 
-    Both are row-major; columns and strides are multiples of ALIGNED. Each block is loaded once, whatever the number
-    of ranks.
+    Both are row-major; columns and strides are multiples of ALIGNED. Each block is loaded once, whatever the number of ranks.
     """
     size: tl.constexpr = source.dtype.element_ty.primitive_bitwidth // 8
     col_end = tl.multiple_of(col_end, ALIGNED)

@@ -1,5 +1,4 @@
-"""push_packets: for few rows, on any machine. The shards of A travel as 8-byte words that carry the number of their
-call.
+"""push_packets: for few rows, on any machine. The shards of A travel as 8-byte words that carry the number of their call.
 
 So neither flags in the heap nor system-scope fences are needed. A word has four bytes of A in its low half and the
 number of the call in its high half. One store writes it. The reader loads its words repeatedly until each has this
@@ -11,9 +10,8 @@ part of the other shards, counts itself on its GPU, and waits until all programs
 There is one program per processor, so all run at the same time. A program counts itself only after its last word, and
 it sends words before any wait. So every wait ends.
 
-No stale word can match. There are two slots, chosen by the parity of the call. A word of the slot holds the number of
-an earlier call until this call's word replaces it whole. Only the call exactly 2^32 calls earlier has the same
-number.
+No stale word can match. There are two slots, chosen by the parity of the call. A word of the slot holds the number of an earlier
+call until this call's word replaces it whole. Only the call exactly 2^32 calls earlier has the same number.
 
 No word is replaced too early. A rank writes a slot again in call e + 2, after its own call e + 1 has ended. That call
 received words of every peer, because every shard has at least one row, possibly padding. Each peer sent those words
@@ -75,9 +73,7 @@ def send_packets(
     a, dense, words, bases, epoch, rank, size, width, room,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, PIECE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes every n-th piece of this rank's shard to each peer, for n programs, and last to its place in the local
-    copy of A.
-    """
+    """Writes every n-th piece of this rank's shard to each peer, for n programs, and last to its place in the local copy of A."""
     number = epoch.to(tl.int64) << 32
     box = words + ((epoch & 1) * WORLD + rank).to(tl.int64) * room
     parts = tl.cdiv(size, PIECE)

@@ -61,9 +61,7 @@ K_ALIGNMENT = gl.constexpr(tiling.K_ALIGNMENT)
 
 @gluon.jit
 def tell_all(flags, index, epoch, bases, rank, WORLD: gl.constexpr, TARGET: gl.constexpr):
-    """Sets flag `index` of every other rank to the epoch. Calls of fewer rows may skip flags; nobody waits for a
-    skipped flag.
-    """
+    """Sets flag `index` of every other rank to the epoch. Calls of fewer rows may skip flags; nobody waits for a skipped flag."""
     settle(TARGET)
     gl.inline_asm_elementwise("fence.acq_rel.sys;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     for hop in gl.static_range(1, WORLD):

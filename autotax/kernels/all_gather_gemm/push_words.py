@@ -167,8 +167,7 @@ def send_words(exchange, rank, epoch, rows, cols, WORLD: gl.constexpr, COLUMNS: 
 def receive_words(
     exchange, rank, epoch, rows, cols, WORLD: gl.constexpr, COLUMNS: gl.constexpr, K_GROUPS: gl.constexpr, TARGET: gl.constexpr
 ):  # fmt: skip
-    """Receives a program's part of the peers' words and copies them to their places in A, K group by K group; see
-    `send_words`.
+    """Receives a program's part of the peers' words and copies them to their places in A, K group by K group; see `send_words`.
     """
     _, _, _, landed, words, _, room, counts, control = exchange
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])

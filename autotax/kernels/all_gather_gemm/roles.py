@@ -1,11 +1,10 @@
 """The parts of warp-specialized kernels that do not depend on how shards arrive: tiles, waits, loads, products,
 stores. For Hopper, in Gluon.
 
-A tile of C [BLOCK_M, BLOCK_N] has two sides, X and Y. Each group of four warps multiplies 64 rows of X by all of Y. Y
-has one to three parts of Y1, Y2 and Y3 rows (powers of two; 0 if a part is missing). So a tile may be 160, 192, 224
-or 320 wide. One wave of such tiles can fit where a width of 256 would leave processors idle and 128 would need two
-waves. X is a block of A, or with X_IS_B a block of B. In the latter case a group computes the transpose and
-transposes it back while storing.
+A tile of C [BLOCK_M, BLOCK_N] has two sides, X and Y. Each group of four warps multiplies 64 rows of X by all of Y. Y has one to
+three parts of Y1, Y2 and Y3 rows (powers of two; 0 if a part is missing). So a tile may be 160, 192, 224 or 320 wide. One wave of
+such tiles can fit where a width of 256 would leave processors idle and 128 would need two waves. X is a block of A, or with
+X_IS_B a block of B. In the latter case a group computes the transpose and transposes it back while storing.
 
 Blocks of K pass through STAGES buffers in shared memory. Each buffer has DEPTH strips of 64 columns and two barriers.
 The loading warp waits until a buffer is empty and issues a TMA load, whose arrival completes the barrier `full`. A
@@ -154,8 +153,7 @@ def look(flags, first, count, epoch):
 def wait_first(flags, first, count, source, epoch, control, PATIENCE: gl.constexpr, TARGET: gl.constexpr):
     """Waits for the first of `count` flags and returns how many have arrived without a gap; see `primitives.wait`.
 
-    Waits for programs of the same rank get more PATIENCE than waits for peers, so that the first note names the
-    missing peer.
+    Waits for programs of the same rank get more PATIENCE than waits for peers, so that the first note names the missing peer.
     """
     there = look(flags, first, count, epoch)
     if there == 0:
