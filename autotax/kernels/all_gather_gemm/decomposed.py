@@ -12,9 +12,8 @@ they start late and reach two thirds of the link bandwidth.
 
 With `one` product nothing else runs while A is gathered, so `warm` MiB of B are loaded into the L2 during that time.
 
-Waits: see `push_gather`. A flag of the copy engines is a copy of the ticket in which `open_slot` wrote this call's
-epoch. Stream order puts the flag after its data. All sends are enqueued before the GEMM of this rank's shard. The
-peer that reads first is served first.
+Waits: see `push_gather`. A flag of the copy engines is a copy of the ticket in which `open_slot` wrote this call's epoch. All sends are
+enqueued before the GEMM of this rank's shard. The peer that reads first is served first.
 """
 
 from __future__ import annotations

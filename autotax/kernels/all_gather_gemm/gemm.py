@@ -479,7 +479,7 @@ def gather_gemm(
 
     This rank's shard [rows, cols] is read through `own`. The other shards, and with ALL also this rank's, lie in
     `inbox` [SLOTS, WORLD, rows, cols]. With REMOTE each shard lies in the inbox [SLOTS, rows, cols] of its owner, and
-    `inbox` is a plain pointer. `b` has the views of B (see `products`).
+    `inbox` is a plain pointer. `b` has the views of B (see `views_of_b`).
 
     Flags are [K_GROUPS, WORLD, chunks], with REMOTE [WORLD]. The data of a flag has arrived after `signals` signals per call.
     With SPLITS > 1 the cut tiles, fewer than there are programs, use `partials` float32 [tiles, SPLITS, BLOCK_M, BLOCK_N] and

@@ -1,9 +1,8 @@
 """pull: the GEMM loads remote rows of A inside its K loop, straight from the memory of their owner.
 
-Waits: `publish` copies this rank's shard into the heap and signals every peer; a tile waits once for its source. The
-published shard has two slots, chosen by the epoch's parity. An owner writes a slot again two calls later, after every
-peer has published the call in between. A peer publishes that call after it has read the slot. The local L2 does not
-keep remote data, so this pays only while few column blocks read each row block.
+Waits: `publish` copies this rank's shard into the heap and signals every peer; a tile waits once for its source. The published shard
+has two slots, chosen by the epoch's parity. The local L2 does not keep remote data, so this pays only while few column blocks read
+each row block.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ rows have arrived. The sender signals each K group of a chunk `pieces` times. Wi
 shard to itself, and tiles may span several shards; this suits few rows per rank. Comm programs never wait before
 their last write, so every wait ends. After that they join the GEMM where this saves a wave of tiles.
 
-The inbox has two slots, chosen by the epoch's parity. A rank writes a slot again two calls later, after it has
-received the data of the call in between. Each peer sent that data after it had finished with the slot.
+The inbox has two slots, chosen by the epoch's parity. `docs/memory-model.md` says why no slot is written too early.
 """
 
 from __future__ import annotations

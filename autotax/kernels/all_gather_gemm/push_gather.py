@@ -1,9 +1,8 @@
 """Gathers A for the vendor's GEMM: the kernels that send and wait, and the rule that frees a slot of the inbox.
 
-The library gets its addresses when a call is captured, so the host chooses the slot of the inbox: the two in turn. A graph may
-hold an odd number of calls and so use one slot twice in a row. Therefore nothing relies on parity. The control block records
-which call used a slot last. Each rank raises `begun` flags when it begins a call; they tell its peers that it has finished the
-previous call. If slots do alternate, these flags were raised one call earlier, and nobody waits.
+The library gets its addresses when a call is captured, so the host chooses the slot of the inbox: the two in turn. A graph may use one
+slot twice in a row, so nothing relies on parity. The control block records which call used a slot last. Each rank raises `begun` flags
+when it begins a call; they tell its peers that it has finished the previous call. If slots do alternate, nobody waits for them.
 """
 
 from __future__ import annotations

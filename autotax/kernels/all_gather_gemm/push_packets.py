@@ -10,13 +10,8 @@ part of the other shards, counts itself on its GPU, and waits until all programs
 There is one program per processor, so all run at the same time. A program counts itself only after its last word, and
 it sends words before any wait. So every wait ends.
 
-No stale word can match. There are two slots, chosen by the parity of the call. A word of the slot holds the number of an earlier
-call until this call's word replaces it whole. Only the call exactly 2^32 calls earlier has the same number.
-
-No word is replaced too early. A rank writes a slot again in call e + 2, after its own call e + 1 has ended. That call
-received words of every peer, because every shard has at least one row, possibly padding. Each peer sent those words
-after its call e had ended, with all its reads of the slot. The dense copy and the count have one slot: only this rank
-uses them, call after call in stream order.
+There are two slots, chosen by the parity of the call; the dense copy and the count have one. `docs/memory-model.md` says why no stale
+word matches and none is replaced too early.
 """
 
 from __future__ import annotations

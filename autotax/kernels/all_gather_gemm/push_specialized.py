@@ -236,7 +236,7 @@ def gather_tiles(
     `rows` is a multiple of 64, and without ACROSS also a multiple of the rows of a tile. A shard may have fewer rows;
     the missing ones count as zeros. `own` [shard, cols], `inbox` [2 * WORLD * rows, cols], `b` [n, cols] and `out`
     [WORLD, shard, n] are TMA descriptors of a tile's operands. `b` and `out` have one descriptor per part (X has one
-    part). `exchange` is passed to `by_words.send_words`. `sent` is the descriptor of boxes of this rank's shard;
+    part). `exchange` is passed to `push_words.send_words`. `sent` is the descriptor of boxes of this rank's shard;
     `peers` are those of the peers' inboxes by hop. A tile may span shards only if X is its block of A. Flags are
     [WORLD, chunks, K_GROUPS], with as many chunks as the largest call has.
     """

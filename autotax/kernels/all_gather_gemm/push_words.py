@@ -11,14 +11,9 @@ sequence. A word is only loaded, written and seen. A word has 8 bytes, four elem
 four times -0.0, marks a word that has not arrived; a sender replaces such a word by zeros. The receiver copies each word to its place
 in A, then restores NOTHING.
 
-No word is read too early or lost, because inboxes have two slots. A rank sends words of call e + 2 after its call e + 1 has ended. In
-call e + 1 it has received words of every peer. A peer sent them after its own call e had ended. Then the peer had taken all words of
-call e and restored NOTHING. So words need no order among themselves. A call of fewer rows does not touch the words that it does not
-send.
-
 Waits: receivers wait only for peers, whose programs send their words before they wait for anything. Each program counts itself on its
 GPU when it has received its part. The warp that loads A, and pollers, wait for all programs of their own rank. All programs are
-resident, one per processor.
+resident, one per processor. `docs/memory-model.md` says why no word is read too early or lost.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ The scales of a shard travel as words that carry the number of their call, befor
 travel as words (`push_words`). Every program counts itself when it has received its part of both.
 
 Waits: receivers wait only for peers, whose programs send their words before they wait for anything. For the rest see
-`push_specialized`. No word of scales is mistaken: there are two slots, and a rank writes one again two calls later, after it has
-received the peer's words of the call in between.
+`push_specialized`.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ def scaled_specialized_kernel(
     GROUP_M: gl.constexpr, ACROSS: gl.constexpr, SCALES: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr,
     Y3: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """See `warp_gemm.gather_tiles`. Matrices are words of two codes, and `cols` their number a row."""
+    """See `push_specialized.gather_tiles`. Matrices are words of two codes, and `cols` their number a row."""
     gl.static_assert(not X_IS_B)
     await_launch()
     epoch = gl.load(control + EPOCH)

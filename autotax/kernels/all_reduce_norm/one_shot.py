@@ -3,14 +3,8 @@
 SPLIT programs share a row. Each sends its part of the columns, adds up the whole row, because the norm needs all of it, and
 normalises, quantises and stores its part. So several processors send even in a call of few rows, and no second exchange is needed.
 
-Why every wait ends: programs first send all their words without waiting, then they wait for words of all peers. All programs are
-resident at the same time, because the launch is cooperative.
-
-Why no stale word matches: an `epoch` word holds the number of its call. A slot of `blank` words (see `packets`) was reset to
-BLANK since the last call that wrote it. No word is replaced before it was read: a rank overwrites a slot two calls later, with
-`blank` words three. By then it has received words of the previous call from every peer. Each peer sent those after the call
-before that one had ended, with its reads of the slot and its reset to BLANK. Each call sends at least one word to every peer,
-whatever its rows.
+Programs send all their words before they wait for those of every peer. All programs are resident at the same time, because the launch
+is cooperative. `docs/memory-model.md` says why no stale word matches and none is replaced before it was read.
 
 The whole program votes whether all words have arrived. The vote and the sum use the same loaded values (see
 `gemm_reduce_scatter.words`).
@@ -338,8 +332,7 @@ class Fused(OneShot):
     needs no sign of the tiles: the row is complete when its words have arrived. No counter and no fence lies between the product
     and the norm.
 
-    Why every wait ends: programs first compute and send all their tiles without waiting. The rest is as in `one_shot`, where the
-    words of this rank are some of those that it waits for. Words of this rank are written and read by kernels of one stream.
+    Programs compute and send all their tiles before they wait, for words of this rank too.
     """
 
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:

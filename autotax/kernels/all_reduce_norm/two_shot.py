@@ -1,13 +1,9 @@
 """two_shot: each rank owns some columns, adds them up and sends the new residual to all ranks as words. Then each rank normalises
 all rows. One kernel, two trips; with many ranks it sends fewer bytes than `one_shot`.
 
-Why every wait ends: programs first send their partial sums without waiting. Then they wait for partial sums, which every program
-has sent before its first wait. After that they send the sums, and last they wait for the sums of the others. All programs are
-resident at the same time, because the launch is cooperative.
-
-Why no stale word matches: see `one_shot`. No word is replaced before it was read: a rank overwrites a slot two calls later, with
-`blank` words three. By then it has the sums of the previous call, from ranks that had partial sums of every rank. So every rank
-had begun the previous call and had ended all earlier ones, with their reads and their resets to BLANK.
+Programs send their partial sums before they wait for those of all ranks. Then they send the sums, and last they wait for the sums of
+the others. All programs are resident at the same time, because the launch is cooperative. `docs/memory-model.md` says why no word is
+mistaken or replaced too early.
 """
 
 from __future__ import annotations

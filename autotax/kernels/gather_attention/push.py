@@ -7,9 +7,8 @@ Programs that have sent join the others.
 Waits: a block waits for the groups of tokens that it sees. Programs that send never wait before their last store, and all
 programs are resident, so every wait ends. The interpreter runs programs one after another; there a sender does not join.
 
-The inbox has two slots, chosen by the parity of the epoch. A rank writes a slot again two calls later. In the call in between, the
-first program has waited until every peer has begun that call, hence finished the one before. A rank gets only the keys that its
-queries see, so this wait cannot be left to the flags of groups.
+The inbox has two slots, chosen by the parity of the epoch. A rank gets only the keys that its queries see, so flags of groups do not
+free a slot. Instead the first program waits until every peer has begun the call.
 """
 
 from __future__ import annotations

@@ -364,9 +364,8 @@ class PushSpecialized(RolesKernel):
     Waits: the loading warp waits for the flags of the keys and of the values of each chunk of tokens that its queries see, hence for
     the sending warps of all programs of the peer. Sending warps never wait for a peer, and all programs are resident.
 
-    Each rank sends all its tokens, in boxes of 64 x 64. The inboxes have two slots, chosen by the parity of the epoch. A rank writes
-    a slot again two calls later. In the call in between it has taken keys of the peer, which were sent after the peer had finished
-    the call before. So every rank must see keys of the other: this excludes a causal mask over contiguous shards.
+    Each rank sends all its tokens, in boxes of 64 x 64. The inboxes have two slots, chosen by the parity of the epoch. A slot is free
+    only if every rank sees keys of the other in each call: this excludes a causal mask over contiguous shards.
     """
 
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
