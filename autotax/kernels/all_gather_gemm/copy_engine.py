@@ -73,8 +73,7 @@ class CopyEngine(Kernel[AllGatherGemm]):
         context.launch(open_call, (1,), self.ticket, self.done, self.control, context.rank, WORLD=world, num_warps=1)
         self.send(a)
         context.launch(
-            consume_kernel,
-            (context.processors,),
+            consume_kernel, (context.processors,),
             tiles.view_a(a), tiles.view_a(self.inbox.view(-1, problem.shard_cols)), *views_of_b(tiles, b), out, self.partials, self.finished,
             context.heap.bases, self.flags, self.done, self.control,
             context.rank, problem.m, problem.n, problem.shard_rows, problem.shard_cols,
@@ -94,9 +93,7 @@ class CopyEngine(Kernel[AllGatherGemm]):
                         self.context.copy(arrival[index : index + 1], self.ticket)
 
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
-        """Supports any number of rows: flags hold the epoch itself, and a rank writes only when all peers have
-        finished the previous call.
-        """
+        """Supports any number of rows: flags hold the epoch, and a rank writes when all peers have ended the last call."""
         world, rows, cols = smaller.world_size, smaller.shard_rows, smaller.shard_cols
         heap, rank = self.context.heap, self.context.rank
         inbox = self.inbox.view(-1)[: world * rows * cols].view(world, rows, cols)

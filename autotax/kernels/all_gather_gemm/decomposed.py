@@ -12,8 +12,8 @@ they start late and reach two thirds of the link bandwidth.
 
 With `one` product nothing else runs while A is gathered, so `warm` MiB of B are loaded into the L2 during that time.
 
-Waits: see `push_gather`. A flag of the copy engines is a copy of the ticket in which `open_slot` wrote this call's epoch. All sends are
-enqueued before the GEMM of this rank's shard. The peer that reads first is served first.
+Waits: see `push_gather`. A flag of the copy engines is a copy of the ticket in which `open_slot` wrote this call's epoch. All
+sends are enqueued before the GEMM of this rank's shard. The peer that reads first is served first.
 """
 
 from __future__ import annotations
@@ -109,8 +109,7 @@ class Decomposed(Kernel[AllGatherGemm]):
         problem, context = self.problem, self.context
         programs = 1 + self.comm + (problem.world_size - 1 if self.whole else 0)
         context.launch(
-            push_gather,
-            (max(programs, context.processors) if self.warm_cols else programs,),
+            push_gather, (max(programs, context.processors) if self.warm_cols else programs,),
             a, inbox, b, context.heap.bases, self.arrived[0], self.begun, self.control,
             context.rank, slot, problem.shard_rows, problem.shard_cols, problem.n, problem.k, self.warm_cols,
             WORLD=problem.world_size, SHARD_K=problem.shard == "k", WHOLE=self.whole, COMM=self.comm,
@@ -222,8 +221,7 @@ class ScaledDecomposed(Scaled):
         word = torch.int16 if quant == "none" else torch.uint8
         words = problem.k // 2 if quant == "none" else problem.k
         context.launch(
-            push_scaled,
-            (1 + self.comm + (world - 1 if self.whole else 0),),
+            push_scaled, (1 + self.comm + (world - 1 if self.whole else 0),),
             a.view(word) if quant == "none" else a, scales, self.quantised.most, inbox.view(word), used, context.heap.bases, self.arrived, self.begun,
             self.control, context.rank, slot, rows, words, self.groups,
             rows if self.whole else max(1, self.groups) * rows, world * rows if self.whole else rows,

@@ -109,9 +109,7 @@ def narrow(block_n):
 
 
 def views_of_b(tiles: TileOptions, matrix: Tensor) -> tuple[Any, Any]:
-    """Returns the views of B for the first and second product of a tile. The second is None if there is none. The
-    kernel takes them as two arguments, because a launch accepts no TMA descriptor inside a tuple.
-    """
+    """The views of B for the first and second product of a tile, or None. A launch accepts no TMA descriptor inside a tuple."""
     if tiles.block_n & (tiles.block_n - 1) == 0:  # fast path for eager calls
         return tiles.view_b(matrix), None
     first, second = (replace(tiles, block_n=part(tiles.block_n)).view_b(matrix) for part in (wide, narrow))
@@ -203,10 +201,7 @@ def next_item(control):
 
 @triton.jit
 def next_share(control, dealt, items):
-    """Takes a work item that was not assigned statically and that no other program has. Returns its number and that number + 1.
-
-    No item is left if the number is not below `items`.
-    """
+    """Takes a work item that was not assigned statically. Returns its number, not below `items` if none is left, and that + 1."""
     item = items
     if dealt < items:
         item = dealt + next_item(control)
@@ -226,9 +221,7 @@ def first_share(worker, control, dealt, items):
 
 @triton.jit
 def columns_of(group, cols, K_GROUPS: tl.constexpr):
-    """The first column of a K group of a shard, and the column after its last. Groups have whole K blocks; the last
-    group may be shorter.
-    """
+    """The first column of a K group of a shard, and the column after its last. The last group may be shorter."""
     span = tl.cdiv(cols, K_GROUPS * K_ALIGNMENT) * K_ALIGNMENT
     start = group * span
     return start, tl.minimum(start + span, cols)
@@ -266,9 +259,7 @@ def awaited_product(
     WORLD: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Like `product`, for rows row ... row_end - 1 in the inbox, counted from the shard of `source` on. Waits for
-    each K group first.
-    """
+    """`product` for rows row ... row_end - 1 in the inbox, from the shard of `source` on. Waits for each K group first."""
     chunks = tl.cdiv(rows, CHUNK)
     first = (source + row // rows) * chunks + (row % rows) // CHUNK
     last = (source + (row_end - 1) // rows) * chunks + ((row_end - 1) % rows) // CHUNK
@@ -424,9 +415,7 @@ def gather_columns(
     GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Computes tiles of C until none is left, for A sharded along K: each tile adds this rank's segment first, then
-    the other segments.
-    """
+    """Computes tiles of C until none is left, for A sharded along K: each tile adds this rank's segment first."""
     epoch = tl.load(control + EPOCH)
     m_tiles = tl.cdiv(m, BLOCK_M)
     n_tiles = tl.cdiv(n, BLOCK_N)

@@ -1,8 +1,8 @@
 """pull: the GEMM loads remote rows of A inside its K loop, straight from the memory of their owner.
 
-Waits: `publish` copies this rank's shard into the heap and signals every peer; a tile waits once for its source. The published shard
-has two slots, chosen by the epoch's parity. The local L2 does not keep remote data, so this pays only while few column blocks read
-each row block.
+Waits: `publish` copies this rank's shard into the heap and signals every peer; a tile waits once for its source. The published
+shard has two slots, chosen by the epoch's parity. The local L2 does not keep remote data, so this pays only while few column
+blocks read each row block.
 """
 
 from __future__ import annotations
@@ -67,14 +67,12 @@ class Pull(Kernel[AllGatherGemm]):
         rows, cols, world = problem.shard_rows, problem.shard_cols, problem.world_size
         bases = context.heap.bases
         context.launch(
-            publish,
-            (self.publishers,),
+            publish, (self.publishers,),
             a, self.published, bases, self.flags, self.control, context.rank, rows, cols,
             WORLD=world, BLOCK=COPY_BLOCK, ALIGNED=element_alignment(problem), num_warps=8,
         )  # fmt: skip
         context.launch(
-            pull_kernel,
-            (context.processors,),
+            pull_kernel, (context.processors,),
             tiles.view_a(a), self.published, *views_of_b(tiles, b), out, bases, self.flags, self.control,
             context.rank, problem.m, problem.n, rows, cols, self.publishers,
             WORLD=world, SHARD_K=problem.shard == "k", ALIGNED=element_alignment(problem),

@@ -110,8 +110,7 @@ class Push(Kernel[AllGatherGemm]):
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         problem, config, context, tiles = self.problem, self.config, self.context, self.tiles
         context.launch(
-            push_kernel,
-            (context.processors,),
+            push_kernel, (context.processors,),
             a, tiles.view_a(a), self.inbox, tiles.view_a(self.inbox), *views_of_b(tiles, b), out, self.partials, self.finished,
             context.heap.bases, self.flags, self.control,
             context.rank, problem.m, problem.n, problem.shard_rows, problem.shard_cols,
@@ -172,9 +171,9 @@ class PushTwoKernel(Kernel[AllGatherGemm]):
     A comparison with `push` shows what a single kernel saves: a launch, and senders that become idle. With `beside` 1 the two
     kernels run side by side, else one after the other.
 
-    Waits: the GEMM waits like `push`, for the push kernels of its peers, which do not wait. Every push kernel can run whatever the
-    GEMMs do. Side by side, the GEMM is launched with `comm` fewer programs, so that processors stay free for the senders even if
-    the GEMM begins first.
+    Waits: the GEMM waits like `push`, for the push kernels of its peers, which do not wait. Every push kernel can run whatever
+    the GEMMs do. Side by side, the GEMM is launched with `comm` fewer programs, so that processors stay free for the senders even
+    if the GEMM begins first.
 
     The two kernels leave a call together: the epoch advances only when all programs of both have left. This is needed because the
     GEMM uses nothing of this rank's push kernel, so it may end before the push kernel has begun. The inbox has two slots, see
@@ -210,8 +209,7 @@ class PushTwoKernel(Kernel[AllGatherGemm]):
         problem, config, context = self.problem, self.config, self.context
         with context.beside(self.beside[0]) if self.beside else nullcontext():
             context.launch(
-                sending_kernel,
-                (config["comm"],),
+                sending_kernel, (config["comm"],),
                 a, self.inbox, context.heap.bases, self.flags, self.control,
                 context.rank, problem.shard_rows, problem.shard_cols, self.programs,
                 PIECES=config["pieces"], INTERLEAVED=self.tiles.constants["INTERLEAVED"], COMM=config["comm"],
@@ -222,8 +220,7 @@ class PushTwoKernel(Kernel[AllGatherGemm]):
     def compute(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         problem, context, tiles = self.problem, self.context, self.tiles
         context.launch(
-            polling_kernel,
-            (self.computing,),
+            polling_kernel, (self.computing,),
             tiles.view_a(a), tiles.view_a(self.inbox), *views_of_b(tiles, b), out,
             context.heap.bases, self.flags, self.control,
             context.rank, problem.m, problem.n, problem.shard_rows, problem.shard_cols, self.config["pieces"], self.programs,

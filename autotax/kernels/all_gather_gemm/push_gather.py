@@ -1,8 +1,9 @@
 """Gathers A for the vendor's GEMM: the kernels that send and wait, and the rule that frees a slot of the inbox.
 
-The library gets its addresses when a call is captured, so the host chooses the slot of the inbox: the two in turn. A graph may use one
-slot twice in a row, so nothing relies on parity. The control block records which call used a slot last. Each rank raises `begun` flags
-when it begins a call; they tell its peers that it has finished the previous call. If slots do alternate, nobody waits for them.
+The library gets its addresses when a call is captured, so the host chooses the slot of the inbox: the two in turn. A graph may
+use one slot twice in a row, so nothing relies on parity. The control block records which call used a slot last. Each rank raises
+`begun` flags when it begins a call; they tell its peers that it has finished the previous call. If slots do alternate, nobody
+waits for them.
 """
 
 from __future__ import annotations
@@ -73,9 +74,7 @@ def spread_part(
     landing, a, program, rows, cols, bases, rank, WORLD: tl.constexpr, SHARD_K: tl.constexpr, WHOLE: tl.constexpr,
     COMM: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Writes one of COMM parts of the shard [rows, cols] to all peers. With SHARD_K a part has whole rows and goes
-    into rows WORLD times as long.
-    """
+    """Writes one of COMM parts of the shard [rows, cols] to all peers. With SHARD_K whole rows go into rows WORLD times longer."""
     if SHARD_K:
         height = tl.cdiv(rows, COMM)
         row = program * height
@@ -185,9 +184,10 @@ def push_scaled(
 ):  # fmt: skip
     """`push_gather` for the bytes and scales of a shard in e4m3, which have one flag. Quantises on the way unless QUANT is "none".
 
-    The scales of blocks lie group by group: for one product as [groups, m], else as [source, groups, rows of a shard], so that each
-    shard's scales have the strides that the vendor's product wants. With QUANT "none" `a` and `inbox` are 16-bit words, `cols` of them a row; else `a` are
-    numbers, `inbox` bytes, and `cols` their number a row. `groups` is the number of scales a row, 0 where none is sent.
+    The scales of blocks lie group by group: for one product as [groups, m], else as [source, groups, rows of a shard], so that
+    each shard's scales have the strides that the vendor's product wants. With QUANT "none" `a` and `inbox` are 16-bit words,
+    `cols` of them a row; else `a` are numbers, `inbox` bytes, and `cols` their number a row. `groups` is the number of scales a
+    row, 0 where none is sent.
     """
     epoch = tl.load(control + EPOCH)
     program = tl.program_id(0) - 1

@@ -10,8 +10,8 @@ part of the other shards, counts itself on its GPU, and waits until all programs
 There is one program per processor, so all run at the same time. A program counts itself only after its last word, and
 it sends words before any wait. So every wait ends.
 
-There are two slots, chosen by the parity of the call; the dense copy and the count have one. `docs/memory-model.md` says why no stale
-word matches and none is replaced too early.
+There are two slots, chosen by the parity of the call; the dense copy and the count have one. `docs/memory-model.md` says why no
+stale word matches and none is replaced too early.
 """
 
 from __future__ import annotations
@@ -107,9 +107,7 @@ def push_packets_kernel(
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, PIECE: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`a` is this rank's shard and `dense` is A, both as int32. `view` is A as the product reads it. `words` are [2,
-    source, room].
-    """
+    """`a` is this rank's shard and `dense` is A, as int32. `view` is A as the product reads it. `words` are [2, source, room]."""
     epoch = tl.load(control + EPOCH)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -171,8 +169,7 @@ class PushPackets(Kernel[AllGatherGemm]):
         problem, context, tiles = self.problem, self.context, self.tiles
         width = problem.shard_cols * problem.item_size // WORD_BYTES
         context.launch(
-            push_packets_kernel,
-            (context.processors,),
+            push_packets_kernel, (context.processors,),
             a.view(-1).view(torch.int32), self.whole.view(-1).view(torch.int32), tiles.view_a(self.whole), tiles.view_b(b), out,
             self.words, self.partials, self.finished, context.heap.bases, self.received, self.control, self.patient,
             context.rank, problem.m, problem.n, problem.k, problem.shard_rows * width, width, self.room,
@@ -180,9 +177,7 @@ class PushPackets(Kernel[AllGatherGemm]):
         )  # fmt: skip
 
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
-        """Supports any number of rows: boxes keep the places they have for the most rows, and a word carries the
-        number of its call.
-        """
+        """Supports any number of rows: boxes keep their places, and a word carries the number of its call."""
         rows = smaller.m if smaller.shard == "k" else smaller.world_size * smaller.shard_rows
         return {"whole": self.whole[:rows]}
 
@@ -203,8 +198,8 @@ def scaled_packets_kernel(
     WORLD: tl.constexpr, PIECE: tl.constexpr, SCALES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`a` and `of_a` are this rank's bytes and scales as int32, `dense` and `dense_scales` those of all ranks. `view` and `scales_a`
-    are the latter as the product reads them. `width` are words of a row, `groups` scales of a row that travel.
+    """`a` and `of_a` are this rank's bytes and scales as int32, `dense` and `dense_scales` those of all ranks. `view` and
+    `scales_a` are the latter as the product reads them. `width` are words of a row, `groups` scales of a row that travel.
     """
     epoch = tl.load(control + EPOCH)
     program = tl.program_id(0)
@@ -269,8 +264,7 @@ class ScaledPackets(Scaled):
         of_all = self.whole_scales(ordered[:, : problem.m], scales)
         strides = of_all.stride() if of_all.dim() == 2 else (0, 0)
         context.launch(
-            scaled_packets_kernel,
-            (context.processors * self.config["per_processor"],),
+            scaled_packets_kernel, (context.processors * self.config["per_processor"],),
             codes.view(-1).view(torch.int32), scales.t().view(torch.int32) if self.groups else self.scales.view(torch.int32),
             self.whole.view(-1).view(torch.int32), self.scales.view(torch.int32), self.words, self.scale_words,
             tile.view(self.whole[: problem.m], tile.rows), of_all, *strides, tile.view(b, tile.columns), b.view(torch.int32), scales_b, out,
@@ -286,7 +280,7 @@ class ScaledPackets(Scaled):
         return self.whole[: self.problem.m], self.whole_scales(ordered[:, : self.problem.m], scales_a)
 
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
-        """Supports any number of rows: boxes keep the places they have for the most rows, and a word carries the number of its call."""
+        """Supports any number of rows: boxes keep their places, and a word carries the number of its call."""
         return {"rows": smaller.shard_rows, "whole": self.whole[: smaller.world_size * smaller.shard_rows]}
 
     def failure(self) -> str | None:

@@ -1,19 +1,20 @@
 """push_specialized: like `push`, but warp-specialized: of the warps of every program one sends, one polls, one loads, the others
 multiply (see `roles`). For Hopper, in Gluon.
 
-This rank's shard is sent in boxes of 64 x 64. They are distributed over the senders of all programs, chunk by chunk of rows and in
-the order of K. TMA copies a box from memory to a buffer and from there to every peer, so sending takes no time of the multiplying
-warps. A system-scope fence takes 5 us beside a GEMM. Therefore boxes are counted on this GPU, and the sender that counts the last box
-of a K group signals the group to the peers.
+This rank's shard is sent in boxes of 64 x 64. They are distributed over the senders of all programs, chunk by chunk of rows and
+in the order of K. TMA copies a box from memory to a buffer and from there to every peer, so sending takes no time of the
+multiplying warps. A system-scope fence takes 5 us beside a GEMM. Therefore boxes are counted on this GPU, and the sender that
+counts the last box of a K group signals the group to the peers.
 
-Boxes are sent at PACE GB/s. Without pacing all boxes would arrive at about the same time, including those that are needed first. The
-first BY_WORDS columns of a shard are needed before a box can arrive, so they travel as words: see `push_words`.
+Boxes are sent at PACE GB/s. Without pacing all boxes would arrive at about the same time, including those that are needed first.
+The first BY_WORDS columns of a shard are needed before a box can arrive, so they travel as words: see `push_words`.
 
-A poll takes a microsecond, so a separate warp polls. It signals the loader through the barriers `there`, one per K group, and runs
-at most one tile ahead (`taken`).
+A poll takes a microsecond, so a separate warp polls. It signals the loader through the barriers `there`, one per K group, and
+runs at most one tile ahead (`taken`).
 
-Waits: the polling warp of a program waits for the chunks of rows of its tiles, K group by K group. Thereby it waits for the sending
-warps of all programs of a peer. Sending warps wait only for the clock that paces them. The inbox has two slots, see `push`.
+Waits: the polling warp of a program waits for the chunks of rows of its tiles, K group by K group. Thereby it waits for the
+sending warps of all programs of a peer. Sending warps wait only for the clock that paces them. The inbox has two slots, see
+`push`.
 """
 
 from __future__ import annotations
@@ -361,9 +362,7 @@ class PushSpecialized(Kernel[AllGatherGemm]):
         }
 
     def landing(self, inbox: Tensor, rows: int) -> dict[str, Any]:
-        """Returns the attributes that depend on `rows` rows per rank: the inbox [2 * world size * rows, cols], where
-        shards arrive, and its views.
-        """
+        """The attributes that depend on `rows` rows per rank: the inbox [2 * world size * rows, cols] and its views."""
         context, world = self.context, self.problem.world_size
         inboxes = [context.heap.peer(inbox, (context.rank + hop) % world) for hop in range(1, world)]
         peers = padded([self.views.of(peer, self.box_sent) for peer in inboxes], MOST_PEERS, None)
@@ -372,8 +371,7 @@ class PushSpecialized(Kernel[AllGatherGemm]):
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         problem, context = self.problem, self.context
         context.launch(
-            push_specialized_kernel,
-            (context.processors,),
+            push_specialized_kernel, (context.processors,),
             self.views.of_a(a), self.landed, *self.views.of_b(b),
             *self.views.of_out(out.view(problem.world_size, problem.shard_rows, problem.n)),
             self.views.of(a, self.box_sent), *self.peers,

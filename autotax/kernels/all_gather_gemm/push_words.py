@@ -1,19 +1,19 @@
-"""push_words: the whole shard travels as self-validating words while blocks of B are already loading. For few rows, where loading B
-takes most of the time. `push_specialized` sends the first columns of its shards as such words.
+"""push_words: the whole shard travels as self-validating words while blocks of B are already loading. For few rows, where loading
+B takes most of the time. `push_specialized` sends the first columns of its shards as such words.
 
-Four warps of every program send their part of this rank's shard and receive their part of the other shards. They write both to the
-place from which the product reads A, K group by K group, and count finished work on their GPU. Two warps load: one loads B, as far
-ahead as there are buffers; the other loads a K group of A when all programs have counted it. One or two groups of four warps multiply
-(`roles`). There are no flags in the heap, no system-scope fences, and no second kernel.
+Four warps of every program send their part of this rank's shard and receive their part of the other shards. They write both to
+the place from which the product reads A, K group by K group, and count finished work on their GPU. Two warps load: one loads B,
+as far ahead as there are buffers; the other loads a K group of A when all programs have counted it. One or two groups of four
+warps multiply (`roles`). There are no flags in the heap, no system-scope fences, and no second kernel.
 
-A box of `push_specialized` can be multiplied about 10 us after the launch: it is loaded, written, counted, fenced and signalled in
-sequence. A word is only loaded, written and seen. A word has 8 bytes, four elements, and is always read and written whole. NOTHING,
-four times -0.0, marks a word that has not arrived; a sender replaces such a word by zeros. The receiver copies each word to its place
-in A, then restores NOTHING.
+A box of `push_specialized` can be multiplied about 10 us after the launch: it is loaded, written, counted, fenced and signalled
+in sequence. A word is only loaded, written and seen. A word has 8 bytes, four elements, and is always read and written whole.
+NOTHING, four times -0.0, marks a word that has not arrived; a sender replaces such a word by zeros. The receiver copies each word
+to its place in A, then restores NOTHING.
 
-Waits: receivers wait only for peers, whose programs send their words before they wait for anything. Each program counts itself on its
-GPU when it has received its part. The warp that loads A, and pollers, wait for all programs of their own rank. All programs are
-resident, one per processor. `docs/memory-model.md` says why no word is read too early or lost.
+Waits: receivers wait only for peers, whose programs send their words before they wait for anything. Each program counts itself on
+its GPU when it has received its part. The warp that loads A, and pollers, wait for all programs of their own rank. All programs
+are resident, one per processor. `docs/memory-model.md` says why no word is read too early or lost.
 """
 
 from __future__ import annotations
@@ -107,9 +107,7 @@ mov.u32 $0, 0;
 
 @gluon.jit
 def _place_of(number, group, to, slot, rank, rows, cols, total, across: gl.constexpr, WORLD: gl.constexpr):
-    """For the number-th unit of 16 bytes that arrives in a K group: its address, its place in A, and whether there is
-    such a unit.
-    """
+    """The address of the number-th unit of 16 bytes that arrives in a K group, its place in A, and whether it exists."""
     landed, words, room = to
     source = (rank + 1 + number // total) % WORLD
     place = number % total
@@ -162,8 +160,7 @@ def send_words(exchange, rank, epoch, rows, cols, WORLD: gl.constexpr, COLUMNS: 
 def receive_words(
     exchange, rank, epoch, rows, cols, WORLD: gl.constexpr, COLUMNS: gl.constexpr, K_GROUPS: gl.constexpr, TARGET: gl.constexpr
 ):  # fmt: skip
-    """Receives a program's part of the peers' words and copies them to their places in A, K group by K group; see `send_words`.
-    """
+    """Receives a program's part of the peers' words and copies them to their places in A, K group by K group."""
     _, _, _, landed, words, _, room, counts, control = exchange
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     lanes = gl.arange(0, THREADS, layout=layout)
@@ -339,16 +336,13 @@ class PushWords(Kernel[AllGatherGemm]):
         }
 
     def landed(self, landing: Tensor) -> dict[str, Any]:
-        """Returns the attributes that depend on the rows: the view of the buffer `landing` [world size * rows, cols]
-        with all shards, and the buffer itself.
-        """
+        """The attributes that depend on the rows: the buffer of all shards, [world size * rows, cols], and its view."""
         return {"landing": landing, "rows": len(landing) // self.problem.world_size, "view_of_a": self.views.of_a(landing)}
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         context = self.context
         context.launch(
-            push_words_kernel,
-            (context.processors,),
+            push_words_kernel, (context.processors,),
             self.view_of_a, *self.views.of_b(b), *self.views.of_out(out[None]),
             a, a.stride(0), len(a), self.landing, self.words, self.landings, self.room, self.counts, self.control, context.rank,
             self.rows, self.problem.n,

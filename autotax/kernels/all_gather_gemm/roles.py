@@ -35,8 +35,8 @@ MOST_PARTS = 3
 
 
 class Views:
-    """Arguments of a kernel for a tile: its sides as constants, and TMA boxes of a block of A, of the parts of a block of B, and of the parts of C [shards, rows,
-    columns]. See `tiling.sides`.
+    """Arguments of a kernel for a tile: its sides as constants, and TMA boxes of a block of A, of the parts of a block of B, and
+    of the parts of C [shards, rows, columns]. See `tiling.sides`.
     """
 
     def __init__(self, config: Config, dtype: str) -> None:
@@ -120,9 +120,7 @@ def tile_at(
 def load_groups(
     view, row, at, loaded, x, stage, FIRST: gl.constexpr, END: gl.constexpr, GROUPS: gl.constexpr
 ):  # fmt: skip
-    """Issues the loads of the rows of X of some groups, for the block that begins at `row`. Their arrival counts for
-    the barrier `loaded`.
-    """
+    """Issues the loads of the rows of X of some groups, for the block at `row`. They arrive at the barrier `loaded`."""
     for group in gl.static_range(FIRST, END):
         load_block(view, [row + group * X_ROWS, at], loaded, x.index(stage * GROUPS + group))
 
@@ -205,9 +203,7 @@ def allocate(
 
 @gluon.jit
 def store_part(out, part, staging, row, col, rows, X_IS_B: gl.constexpr, TARGET: gl.constexpr):
-    """Stores `part` in C from (row, col) on, by way of `staging`; with X_IS_B it transposes the part. It stores no
-    rows beyond the shard's.
-    """
+    """Stores `part`, with X_IS_B transposed, in C from (row, col) on, by way of `staging`. No rows beyond the shard's are stored."""
     tma.store_wait(0)  # until the previous store has read the staging area
     HIGH: gl.constexpr = out.block_shape[1]
     WIDE: gl.constexpr = out.block_shape[2]

@@ -1,4 +1,4 @@
-"""The base of all kernels for e4m3: the arguments of a call, the scales of all of A, and quantisation where the caller's A has 16 bits."""
+"""The base of kernels for e4m3: the arguments of a call, the scales of all of A, and quantisation of an A that has 16 bits."""
 
 from __future__ import annotations
 
@@ -107,9 +107,7 @@ class Quantiser:
 
 
 class Scaled(Kernel[AllGatherGemm]):
-    """Arguments, scales and quantisation of a kernel for e4m3. Tensors of a call: A, B, the scales of A unless a call makes
-    them, the scales of B, C.
-    """
+    """A kernel for e4m3. Tensors of a call: A, B, the scales of A unless a call makes them, the scales of B, C."""
 
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)

@@ -36,8 +36,8 @@ from autotax.operators.scaled import as_words
 def exchange_scales(scales, bases, control, rank, epoch, WORLD: gl.constexpr, SCALES: gl.constexpr, TARGET: gl.constexpr):
     """Sends a program's part of this rank's scales to every peer, then receives its part of theirs. A tensor's scale stays here.
 
-    `scales` are (own, dense, words, size, room): `size` scales of this rank's shard, the place [WORLD, room] of all ranks' scales,
-    and the inbox [2, WORLD, room]. Called by four warps.
+    `scales` are (own, dense, words, size, room): `size` scales of this rank's shard, the place [WORLD, room] of all ranks'
+    scales, and the inbox [2, WORLD, room]. Called by four warps.
     """
     own, dense, words, size, room = scales
     size = 0 if SCALES == "tensor" else size
@@ -90,8 +90,8 @@ def multiply_scaled(
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr, SCALES: gl.constexpr, X_IS_B: gl.constexpr,
     GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """`roles.multiply_tiles` for codes. `of_all` are the scales of A as `exchange_scales` has them, this rank, the rows of a shard and
-    how many of these exist, and the scales of B.
+    """`roles.multiply_tiles` for codes. `of_all` are the scales of A as `exchange_scales` has them, this rank, the rows of a
+    shard and how many of these exist, and the scales of B.
     """
     scales, rank, shard_rows, shard, scales_b = of_all
     own, dense, _, _, room = scales
@@ -246,8 +246,7 @@ class ScaledSpecialized(Codes, PushSpecialized):
         """See Codes.run."""
         problem, context = self.problem, self.context
         context.launch(
-            scaled_specialized_kernel,
-            (context.processors,),
+            scaled_specialized_kernel, (context.processors,),
             self.views.of_a(a), self.landed, *self.views.of_b(b),
             *self.views.of_out(out.view(problem.world_size, problem.shard_rows, problem.n)),
             self.views.of(a, self.box_sent), *self.peers,
@@ -329,8 +328,7 @@ class ScaledPushWords(Codes, PushWords):  # type: ignore[misc]
         """See Codes.run."""
         context = self.context
         context.launch(
-            scaled_push_words_kernel,
-            (context.processors,),
+            scaled_push_words_kernel, (context.processors,),
             self.view_of_a, *self.views.of_b(b), *self.views.of_out(out[None]),
             a, a.stride(0), len(a), self.landing, self.words, self.landings, self.room,
             *self.places_of(scales, len(a)), scales_b, self.counts, context.heap.bases, self.control, context.rank, self.rows, self.problem.n,

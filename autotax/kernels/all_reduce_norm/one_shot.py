@@ -1,10 +1,11 @@
 """one_shot: every rank sends its rows to all ranks as words, then adds up and normalises all rows. One kernel, one trip.
 
 SPLIT programs share a row. Each sends its part of the columns, adds up the whole row, because the norm needs all of it, and
-normalises, quantises and stores its part. So several processors send even in a call of few rows, and no second exchange is needed.
+normalises, quantises and stores its part. So several processors send even in a call of few rows, and no second exchange is
+needed.
 
-Programs send all their words before they wait for those of every peer. All programs are resident at the same time, because the launch
-is cooperative. `docs/memory-model.md` says why no stale word matches and none is replaced before it was read.
+Programs send all their words before they wait for those of every peer. All programs are resident at the same time, because the
+launch is cooperative. `docs/memory-model.md` says why no stale word matches and none is replaced before it was read.
 
 The whole program votes whether all words have arrived. The vote and the sum use the same loaded values (see
 `gemm_reduce_scatter.words`).
@@ -74,9 +75,7 @@ def norm_rows(
     PART: tl.constexpr, HELD: tl.constexpr, COLS: tl.constexpr,
     OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Adds up and normalises this program's parts of rows. `x` are the data of this rank's words, or None if they come by the inbox
-    too.
-    """
+    """Adds up and normalises parts of rows. `x` are the data of this rank's words, or None if they come by the inbox too."""
     slot = slot_of(epoch, WIDE) * WORLD
     apart = rank
     if x is None:
@@ -328,9 +327,9 @@ def fused_kernel(
 class Fused(OneShot):
     """For few rows behind a product: one kernel computes the product, and sends and normalises it as `one_shot` does.
 
-    Each program computes tiles of all rows. It sends them as words to every rank, this one too, so a program that normalises a row
-    needs no sign of the tiles: the row is complete when its words have arrived. No counter and no fence lies between the product
-    and the norm.
+    Each program computes tiles of all rows. It sends them as words to every rank, this one too, so a program that normalises a
+    row needs no sign of the tiles: the row is complete when its words have arrived. No counter and no fence lies between the
+    product and the norm.
 
     Programs compute and send all their tiles before they wait, for words of this rank too.
     """

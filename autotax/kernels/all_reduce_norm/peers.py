@@ -57,7 +57,7 @@ class TorchTwoShot(TorchSum):
 
 
 class TorchReduceScatter(TorchSum):
-    """With torch.ops.symm_mem.reduce_scatter_out: each rank adds up its rows, which the collective library gathers before the norm."""
+    """With torch.ops.symm_mem.reduce_scatter_out: each rank adds up its rows, which the library gathers before the norm."""
 
     def add_up(self) -> None:
         rows = len(self.sums) // self.problem.world_size
@@ -128,7 +128,7 @@ class IrisAllReduceTuned(IrisAllReduce):
 
 
 class VllmSum(AfterSum):
-    """With vLLM's `CustomAllreduce`. It copies x to memory that the peers can read, as it does where a graph has not registered x with it."""
+    """With vLLM's `CustomAllreduce`. It copies x to memory that the peers can read: no graph has registered x."""
 
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)

@@ -8,9 +8,9 @@ In turn j a program sends its block j, adds up its block j - AHEAD, and normalis
 that up. So links and memory are busy at the same time. A flag is set when its data are stored, or with LATE at the end of the
 turn. By then most stores have arrived at the peer, so the release waits only for a short time.
 
-In turn j a program waits for work that peers do in turns before j, or in turn j before they wait (never with LATE). All programs are
-resident at the same time, because the launch is cooperative. A flag of a block and a source holds the number of the last call that
-filled the block. The parity of the call selects one of two slots; see `docs/memory-model.md`.
+In turn j a program waits for work that peers do in turns before j, or in turn j before they wait (never with LATE). All programs
+are resident at the same time, because the launch is cooperative. A flag of a block and a source holds the number of the last call
+that filled the block. The parity of the call selects one of two slots; see `docs/memory-model.md`.
 """
 
 from __future__ import annotations

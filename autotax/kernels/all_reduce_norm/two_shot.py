@@ -1,9 +1,9 @@
 """two_shot: each rank owns some columns, adds them up and sends the new residual to all ranks as words. Then each rank normalises
 all rows. One kernel, two trips; with many ranks it sends fewer bytes than `one_shot`.
 
-Programs send their partial sums before they wait for those of all ranks. Then they send the sums, and last they wait for the sums of
-the others. All programs are resident at the same time, because the launch is cooperative. `docs/memory-model.md` says why no word is
-mistaken or replaced too early.
+Programs send their partial sums before they wait for those of all ranks. Then they send the sums, and last they wait for the sums
+of the others. All programs are resident at the same time, because the launch is cooperative. `docs/memory-model.md` says why no
+word is mistaken or replaced too early.
 """
 
 from __future__ import annotations

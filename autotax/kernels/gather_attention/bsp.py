@@ -32,8 +32,8 @@ def attend(library: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Pa
     """Attention of q [batch, queries, q_heads, head_dim] to k and v [batch, keys, kv_heads, head_dim], by one of torch's operators.
 
     `library` is "cudnn", "flash" or "cpu". Returns O, shaped like q, and the log-sum-exps of base e, float32 [batch, q_heads,
-    queries]. Both are allocated by torch, in a capture from the graph's pool. With `causal` there are as many queries as keys, and
-    the i-th sees the keys up to the i-th.
+    queries]. Both are allocated by torch, in a capture from the graph's pool. With `causal` there are as many queries as keys,
+    and the i-th sees the keys up to the i-th.
     """
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     aten = torch.ops.aten

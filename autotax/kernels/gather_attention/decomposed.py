@@ -20,8 +20,8 @@ class CopiedKeys(Kernel[GatherAttention]):
 
     The inbox is [2, source, K or V, batch, tokens, kv_heads, head_dim]. A rank gets the keys that its queries see.
 
-    Waits: as in `all_gather_gemm.push_gather`. Every rank raises the flags of all others in each call, even if it sends them no keys.
-    Copies run on a stream of their own, and none waits for a kernel of attention.
+    Waits: as in `all_gather_gemm.push_gather`. Every rank raises the flags of all others in each call, even if it sends them no
+    keys. Copies run on a stream of their own, and none waits for a kernel of attention.
     """
 
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:

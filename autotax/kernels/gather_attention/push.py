@@ -7,8 +7,8 @@ Programs that have sent join the others.
 Waits: a block waits for the groups of tokens that it sees. Programs that send never wait before their last store, and all
 programs are resident, so every wait ends. The interpreter runs programs one after another; there a sender does not join.
 
-The inbox has two slots, chosen by the parity of the epoch. A rank gets only the keys that its queries see, so flags of groups do not
-free a slot. Instead the first program waits until every peer has begun the call.
+The inbox has two slots, chosen by the parity of the epoch. A rank gets only the keys that its queries see, so flags of groups do
+not free a slot. Instead the first program waits until every peer has begun the call.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def attend_blocks(
 ):  # fmt: skip
     """Adds the keys first ... end - 1 of a span, tokens of one KV head, to the state of a block of queries, by an online softmax.
 
-    K and V are row-major [tokens, kv_heads * head_dim], with `rows` rows and `width` columns. Token t of the span is row `row_k` + t
-    of K, `row_v` + t of V. The state is (acc, top, total): the sum of exp2(score - top) * V [BLOCK_M, HEAD_DIM], the greatest score
-    and the sum of exp2(score - top) [BLOCK_M], all float32. Scores are in units of log2(e), so that exp2 serves.
+    K and V are row-major [tokens, kv_heads * head_dim], with `rows` rows and `width` columns. Token t of the span is row `row_k`
+    + t of K, `row_v` + t of V. The state is (acc, top, total): the sum of exp2(score - top) * V [BLOCK_M, HEAD_DIM], the greatest
+    score and the sum of exp2(score - top) [BLOCK_M], all float32. Scores are in units of log2(e), so that exp2 serves.
 
     MASKED: row i sees the tokens up to seen[i], and tokens from `tokens` on do not exist: their V may hold anything. Else every
     row sees all keys, which are whole blocks.

@@ -81,8 +81,8 @@ def load_tiles(
 ):  # fmt: skip
     """The loader: the queries of each tile, then its blocks of keys and values. It waits once for each part of another rank's keys.
 
-    A part is CHUNK rows; each rank has `chunks` of them. With SENDS the values have flags of their own, after those of the keys, and
-    an inbox of their own. Else a source's values lie behind its keys.
+    A part is CHUNK rows; each rank has `chunks` of them. With SENDS the values have flags of their own, after those of the keys,
+    and an inbox of their own. Else a source's values lie behind its keys.
     """
     queries, q_full, q_empty = buffers[0], buffers[3], buffers[4]
     items, rank, tokens, batch, q_heads, kv_heads = share
@@ -361,11 +361,11 @@ def push_by_roles_kernel(
 class PushSpecialized(RolesKernel):
     """One kernel on two ranks: one warp of every program sends.
 
-    Waits: the loading warp waits for the flags of the keys and of the values of each chunk of tokens that its queries see, hence for
-    the sending warps of all programs of the peer. Sending warps never wait for a peer, and all programs are resident.
+    Waits: the loading warp waits for the flags of the keys and of the values of each chunk of tokens that its queries see, hence
+    for the sending warps of all programs of the peer. Sending warps never wait for a peer, and all programs are resident.
 
-    Each rank sends all its tokens, in boxes of 64 x 64. The inboxes have two slots, chosen by the parity of the epoch. A slot is free
-    only if every rank sees keys of the other in each call: this excludes a causal mask over contiguous shards.
+    Each rank sends all its tokens, in boxes of 64 x 64. The inboxes have two slots, chosen by the parity of the epoch. A slot is
+    free only if every rank sees keys of the other in each call: this excludes a causal mask over contiguous shards.
     """
 
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
