@@ -280,9 +280,7 @@ def awaited_product(
 
 
 @triton.jit
-def add_parts(
-    out, parts, row, col, row_end, n, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def add_parts(out, parts, row, col, row_end, n, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Stores the sum of SPLITS parts [BLOCK_M, BLOCK_N] of a tile, which other programs have just written.
 
     On NVIDIA `.cg` bypasses the L1. On AMD it is only a hint (`sc0 nt`) that the data is read once. There `count` has

@@ -189,11 +189,7 @@ class PushTwoKernel(Kernel[AllGatherGemm]):
         self.copy_cols = min(1024, power_of_two(ceil_div(cols, config["k_groups"])))
         self.beside = context.streams(1, urgent=True) if config["beside"] else []
         self.computing = context.processors - (config["comm"] if config["beside"] else 0)
-        self.constants = {
-            "WORLD": world,
-            "CHUNK": config["chunk_rows"],
-            "K_GROUPS": config["k_groups"],
-        }
+        self.constants = {"WORLD": world, "CHUNK": config["chunk_rows"], "K_GROUPS": config["k_groups"]}
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         self.push(a)

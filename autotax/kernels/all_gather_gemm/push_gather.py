@@ -139,9 +139,7 @@ def open_slot(ticket, bases, begun, control, rank, slot, WORLD: tl.constexpr, TA
 
 
 @triton.jit(do_not_specialize=["rank", "hop", "hops"])
-def await_shards(
-    arrived, control, rank, hop, hops, signals, LAST: tl.constexpr, WORLD: tl.constexpr, TARGET: tl.constexpr
-):  # fmt: skip
+def await_shards(arrived, control, rank, hop, hops, signals, LAST: tl.constexpr, WORLD: tl.constexpr, TARGET: tl.constexpr):
     """One program: waits for the shards that arrive over hops hop ... hops - 1. `LAST` marks the last wait of a call.
 
     The kernel counts calls by itself, because the sending kernel may not have begun yet, or may have ended already.

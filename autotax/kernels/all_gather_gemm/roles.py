@@ -117,9 +117,7 @@ def tile_at(
 
 
 @gluon.jit
-def load_groups(
-    view, row, at, loaded, x, stage, FIRST: gl.constexpr, END: gl.constexpr, GROUPS: gl.constexpr
-):  # fmt: skip
+def load_groups(view, row, at, loaded, x, stage, FIRST: gl.constexpr, END: gl.constexpr, GROUPS: gl.constexpr):
     """Issues the loads of the rows of X of some groups, for the block at `row`. They arrive at the barrier `loaded`."""
     for group in gl.static_range(FIRST, END):
         load_block(view, [row + group * X_ROWS, at], loaded, x.index(stage * GROUPS + group))

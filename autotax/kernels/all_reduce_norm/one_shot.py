@@ -362,9 +362,7 @@ class Fused(OneShot):
         """The operands: the kernel multiplies them."""
         return a, b
 
-    def run(
-        self, x: Any, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
-    ) -> None:
+    def run(self, x: Any, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float) -> None:
         a, b = x
         context, problem = self.context, self.problem
         context.launch(

@@ -133,9 +133,7 @@ def await_sum(
 
 
 @triton.jit
-def await_row(
-    there, inside, safe, epoch, control, limit, OWN: tl.constexpr, WIDE: tl.constexpr, TARGET: tl.constexpr
-):  # fmt: skip
+def await_row(there, inside, safe, epoch, control, limit, OWN: tl.constexpr, WIDE: tl.constexpr, TARGET: tl.constexpr):
     """Returns the words of a row when all have arrived, or after `limit` attempts. Each rank sends OWN of them, in rank order."""
     words = load_whole(there, inside, safe, 0, TARGET)
     missing = tl.where(inside, absent(words, epoch, WIDE), 0)

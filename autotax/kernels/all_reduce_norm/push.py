@@ -44,9 +44,7 @@ def announce(flag, epoch, TARGET: tl.constexpr):
 
 
 @triton.jit
-def sum_of_row(
-    x, residual, box, row, place, size, cols, rank, WORLD: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr
-):  # fmt: skip
+def sum_of_row(x, residual, box, row, place, size, cols, rank, WORLD: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr):
     """Adds up a row of all ranks, in rank order, and the residual in float32. `box` holds [source, size] elements; the source at
     hop h has index h - 1. The row has number `place` in it.
     """

@@ -91,9 +91,7 @@ def two_shot_kernel(
         words = await_row(there, word < WIDTH, sums, epoch, control, later, OWN, WIDE, TARGET)
         total = numbers(words, WIDE, TYPE)
         rows = row + tl.arange(0, 1)
-        finish(
-            tl.reshape(total, [1, COLS]), given, factors, rows, HIDDEN, m, eps, y, new_residual, scales, OFFSET, QUANT, TARGET
-        )  # fmt: skip
+        finish(tl.reshape(total, [1, COLS]), given, factors, rows, HIDDEN, m, eps, y, new_residual, scales, OFFSET, QUANT, TARGET)
     tl.debug_barrier()  # all threads have read the state
     tl.store(state + program, epoch + 1)
     tl.store(state + programs + program, m)

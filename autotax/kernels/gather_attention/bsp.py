@@ -51,9 +51,7 @@ MERGED_ROWS = 32
 
 
 @triton.jit
-def load_part(
-    o, lse, row, heads, of_head, of_token, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+def load_part(o, lse, row, heads, of_head, of_token, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """GROUP rows (query, head) of O and their log-sum-exps of base 2, both float32. A NaN stays one: no row is empty."""
     g = row + tl.arange(0, GROUP)
     d = tl.arange(0, BLOCK_D)
