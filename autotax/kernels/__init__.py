@@ -1,4 +1,4 @@
-"""Device primitives, and one folder per operator with one module per variant.
+"""Device primitives, and one folder per operator with its variants.
 
 Importing a variant's module imports Triton. Triton decides at import whether kernels are compiled or interpreted, so
 on CPU ranks TRITON_INTERPRET=1 must be in the environment before that.

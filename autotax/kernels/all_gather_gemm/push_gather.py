@@ -74,7 +74,7 @@ def spread_part(
     landing, a, program, rows, cols, bases, rank, WORLD: tl.constexpr, SHARD_K: tl.constexpr, WHOLE: tl.constexpr,
     COMM: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Writes one of COMM parts of the shard [rows, cols] to all peers. With SHARD_K whole rows go into rows WORLD times longer."""
+    """Writes one of COMM parts of the shard [rows, cols] to all peers. With SHARD_K rows go into rows WORLD times longer."""
     if SHARD_K:
         height = tl.cdiv(rows, COMM)
         row = program * height
@@ -180,7 +180,7 @@ def push_scaled(
     WORLD: tl.constexpr, WHOLE: tl.constexpr, COMM: tl.constexpr, QUANT: tl.constexpr, COLS: tl.constexpr, COPY_COLS: tl.constexpr,
     ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`push_gather` for the bytes and scales of a shard in e4m3, which have one flag. Quantises on the way unless QUANT is "none".
+    """`push_gather` for the bytes and scales of a shard in e4m3, which have one flag. It quantises unless QUANT is "none".
 
     The scales of blocks lie group by group: for one product as [groups, m], else as [source, groups, rows of a shard], so that
     each shard's scales have the strides that the vendor's product wants. With QUANT "none" `a` and `inbox` are 16-bit words,

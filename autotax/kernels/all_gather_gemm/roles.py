@@ -201,7 +201,7 @@ def allocate(
 
 @gluon.jit
 def store_part(out, part, staging, row, col, rows, X_IS_B: gl.constexpr, TARGET: gl.constexpr):
-    """Stores `part`, with X_IS_B transposed, in C from (row, col) on, by way of `staging`. No rows beyond the shard's are stored."""
+    """Stores `part`, with X_IS_B transposed, in C from (row, col) on, by way of `staging`. Rows beyond the shard are left out."""
     tma.store_wait(0)  # until the previous store has read the staging area
     HIGH: gl.constexpr = out.block_shape[1]
     WIDE: gl.constexpr = out.block_shape[2]

@@ -1,4 +1,4 @@
-"""scaled_specialized and scaled_push_words: `push_specialized` and `push_words` for e4m3. `scaled_roles` says how groups multiply.
+"""scaled_specialized, scaled_push_words: `push_specialized`, `push_words` for e4m3. `scaled_roles` says how groups multiply.
 
 The scales of a shard travel as words that carry the number of their call, before the first columns of the shard, which also
 travel as words (`push_words`). Every program counts itself when it has received its part of both.

@@ -91,7 +91,7 @@ def look(
     own, there, stride, inside, safe, epoch, rank,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Adds up this rank's numbers and the peers', `stride` words apart, in rank order. Returns a mask of missing words, and the sums."""
+    """Adds up this rank's numbers and the peers', `stride` words apart, in rank order. Returns where words miss, and sums."""
     missing = tl.zeros(there.shape, tl.int32)
     total = tl.zeros(own.shape, tl.float32)
     for source in tl.static_range(WORLD):

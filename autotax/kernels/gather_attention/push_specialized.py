@@ -22,8 +22,8 @@ from autotax.core.config import Config
 from autotax.kernels.all_gather_gemm.push_specialized import send_shard
 from autotax.kernels.all_gather_gemm.roles import layout_of, load_block, wait_first
 from autotax.kernels.context import Context
-from autotax.kernels.gather_attention.decomposed import CopiedKeys
 from autotax.kernels.gather_attention.push import AttentionKernel, block_of, tokens_sent
+from autotax.kernels.gather_attention.vendor import CopiedKeys
 from autotax.kernels.primitives import EPOCH, leave
 from autotax.operators.gather_attention import GatherAttention
 

@@ -1,4 +1,4 @@
-"""Attention by the vendor, part by part; and the variants that collectives bring together: `bsp` and `heads`.
+"""Attention by the vendor, part by part, in the variants `bsp`, `heads` and `decomposed`.
 
 No library of torch masks queries that begin behind the first key. So a causal rank attends to its own keys causally and to those
 of each other rank without a mask (see `GatherAttention.parts`), and the results are merged by their log-sum-exps.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import power_of_two
+from autotax.kernels.all_gather_gemm.push_gather import await_shards, open_slot
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import store_rows
 from autotax.kernels.gemm_reduce_scatter.product import rounded
@@ -29,7 +30,7 @@ Partial = tuple[Tensor, Tensor]
 
 
 def attend(library: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Partial:
-    """Attention of q [batch, queries, q_heads, head_dim] to k and v [batch, keys, kv_heads, head_dim], by one of torch's operators.
+    """Attention of q [batch, queries, q_heads, head_dim] to k and v [batch, keys, kv_heads, head_dim], by an operator of torch.
 
     `library` is "cudnn", "flash" or "cpu". Returns O, shaped like q, and the log-sum-exps of base e, float32 [batch, q_heads,
     queries]. Both are allocated by torch, in a capture from the graph's pool. With `causal` there are as many queries as keys,
@@ -224,3 +225,79 @@ class Heads(VendorAttention):
         }
         flat = self.whole.view(-1, *self.whole.shape[2:])
         return changed | {"whole": flat[: batch * smaller.seq_len].view(batch, smaller.seq_len, *self.whole.shape[2:])}
+
+
+class CopiedKeys(Kernel[GatherAttention]):
+    """Keys and values that copy engines bring: the base of variants without a sending kernel.
+
+    The inbox is [2, source, K or V, batch, tokens, kv_heads, head_dim]. A rank gets the keys that its queries see.
+
+    Waits: as in `all_gather_gemm.push_gather`. Every rank raises the flags of all others in each call, even if it sends them no
+    keys. Copies run on a stream of their own, and none waits for a kernel of attention.
+    """
+
+    def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        world, rank = problem.world_size, context.rank
+        shape = 2, world, 2, problem.batch, problem.shard_len, problem.kv_heads, problem.head_dim
+        self.inbox = context.heap.alloc(shape, context.dtype(problem))
+        self.arrived, self.begun = context.flags(world), context.flags(world)
+        self.ticket = context.empty((1,), self.begun.dtype)
+        self.peers = [(rank + hop) % world for hop in range(1, world)]
+        self.beside = context.streams(1)
+        self.calls = 0
+
+    def send_all(self, k: Tensor, v: Tensor) -> int:
+        """Enqueues all sends. Returns the slot of the inbox that this call uses. `context.rejoin` must follow."""
+        context, rank = self.context, self.context.rank
+        slot = self.calls % 2
+        self.calls += not context.dry
+        context.launch(
+            open_slot, (1,), self.ticket, context.heap.bases, self.begun, self.control, rank, slot,
+            WORLD=self.problem.world_size, num_warps=1,
+        )  # fmt: skip
+        with context.beside(self.beside[0]):
+            for peer in self.peers:
+                self.send(k, v, self.inbox[slot, rank], peer)
+        return slot
+
+    def send(self, k: Tensor, v: Tensor, landing: Tensor, peer: int) -> None:
+        """Copies the keys and values that a peer needs into its inbox, then the flag."""
+        context, rank = self.context, self.context.rank
+        for part in self.problem.parts(peer):
+            if part.source == rank:
+                keys = slice(*part.keys)
+                for target, shard in zip(context.heap.peer(landing, peer), (k, v), strict=True):
+                    context.copy(target[:, keys], shard[:, keys])
+        context.copy(context.heap.peer(self.arrived[rank : rank + 1], peer), self.ticket)
+
+    def changes_for(self, smaller: GatherAttention) -> dict[str, Any] | None:
+        """Any number of sequences and tokens: there is one flag per rank, and the host chooses where the two slots begin."""
+        shape = smaller.world_size, 2, smaller.batch, smaller.shard_len, smaller.kv_heads, smaller.head_dim
+        return {"inbox": self.inbox.view(2, -1)[:, : math.prod(shape)].view(2, *shape)}
+
+
+class Decomposed(CopiedKeys, VendorAttention):
+    """The copy engines send K and V to the other ranks, while the vendor's attention works on the keys that are here.
+
+    A rank first attends to its own keys, then to those of rank - 1, rank - 2 and so on, each as soon as they have arrived.
+    """
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:  # noqa: ARG002
+        context, problem, rank = self.context, self.problem, self.context.rank
+        inbox = self.inbox[self.send_all(k, v)]
+        own, *others = problem.parts(rank)
+        whole = self.part(own, q, k, v, None)
+        parts = {part.source: part for part in others}
+        for hop in range(1, problem.world_size):
+            source = (rank - hop) % problem.world_size
+            context.launch(
+                await_shards, (1,), self.arrived, self.control, rank, hop, hop + 1, 1,
+                LAST=hop == problem.world_size - 1, WORLD=problem.world_size, num_warps=1,
+            )  # fmt: skip
+            if source in parts:
+                keys, values = inbox[source]
+                whole = self.part(parts[source], q, keys, values, whole)
+        context.rejoin(self.beside)
+        o, self.lse = whole
+        return o
