@@ -158,12 +158,10 @@ class PushPackets(Kernel[AllGatherGemm]):
         self.whole = context.empty((rows, problem.k), dtype)
         self.partials, self.finished = self.tiles.parts(problem, config, context)
         self.constants: dict[str, Any] = {
-            "WORLD": world,
-            "SHARD_K": problem.shard == "k",
-            "PIECE": config["piece"],
+            "WORLD": world, "SHARD_K": problem.shard == "k", "PIECE": config["piece"],
             "ALIGNED": math.gcd(problem.k, 16),
             **{name: value for name, value in self.tiles.constants.items() if name != "INTERLEAVED"},
-        }
+        }  # fmt: skip
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         problem, context, tiles = self.problem, self.context, self.tiles

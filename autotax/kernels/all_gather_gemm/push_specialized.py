@@ -348,18 +348,11 @@ class PushSpecialized(Kernel[AllGatherGemm]):
         self.landings = torch.tensor(places or [0], dtype=torch.int64, device=self.words.device)
         vars(self).update(self.landing(context.heap.alloc((2 * world * rows, cols), context.dtype(problem)), rows))
         self.constants = {
-            "WORLD": world,
-            "CHUNK": config["chunk_rows"],
-            "BY_WORDS": columns,
-            "K_GROUPS": config["k_groups"],
-            "BOXES": config["boxes"],
-            "PACE": config["pace"],
-            "INTERLEAVED": config["order"] == "interleaved",
-            "GROUP_M": config["group_m"],
-            "ACROSS": rows % config["block_m"] != 0,
-            **self.views.constants,
+            "WORLD": world, "CHUNK": config["chunk_rows"], "BY_WORDS": columns, "K_GROUPS": config["k_groups"],
+            "BOXES": config["boxes"], "PACE": config["pace"], "INTERLEAVED": config["order"] == "interleaved",
+            "GROUP_M": config["group_m"], "ACROSS": rows % config["block_m"] != 0, **self.views.constants,
             "maxnreg": MOST_REGISTERS[self.views.groups],
-        }
+        }  # fmt: skip
 
     def landing(self, inbox: Tensor, rows: int) -> dict[str, Any]:
         """The attributes that depend on `rows` rows per rank: the inbox [2 * world size * rows, cols] and its views."""

@@ -327,13 +327,9 @@ class PushWords(Kernel[AllGatherGemm]):
         self.counts = context.empty((config["k_groups"],), torch.int32).zero_()
         vars(self).update(self.landed(context.empty((world * rows, cols), context.dtype(problem))))
         self.constants = {
-            "WORLD": world,
-            "COLS": cols,
-            "K_GROUPS": config["k_groups"],
-            **self.views.constants,
-            "DEPTH": config["block_k"] // BLOCK_K.value,
-            "maxnreg": MOST_REGISTERS[self.views.groups],
-        }
+            "WORLD": world, "COLS": cols, "K_GROUPS": config["k_groups"], **self.views.constants,
+            "DEPTH": config["block_k"] // BLOCK_K.value, "maxnreg": MOST_REGISTERS[self.views.groups],
+        }  # fmt: skip
 
     def landed(self, landing: Tensor) -> dict[str, Any]:
         """The attributes that depend on the rows: the buffer of all shards, [world size * rows, cols], and its view."""

@@ -49,12 +49,10 @@ class Views:
         self.boxes_out = [[1, part, GROUP_ROWS] if x_is_b else [1, GROUP_ROWS, part] for part in parts]
         self.groups = x // GROUP_ROWS
         self.constants = {
-            "X_IS_B": x_is_b,
-            "GROUPS": self.groups,
+            "X_IS_B": x_is_b, "GROUPS": self.groups,
             **{f"Y{number}": part for number, part in enumerate(padded(parts, MOST_PARTS, 0), 1)},
-            "STAGES": config["num_stages"],
-            "num_warps": 4,
-        }
+            "STAGES": config["num_stages"], "num_warps": 4,
+        }  # fmt: skip
 
     def of(self, matrix: Tensor, box: list[int]) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(matrix, box, layout_of(tuple(box), self.dtype))

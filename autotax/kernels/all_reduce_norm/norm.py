@@ -164,12 +164,9 @@ class NormKernel(Kernel[AllReduceNorm]):
         super().__init__(problem, config, context)
         columns = power_of_two(problem.hidden)
         self.constants: dict[str, Any] = {
-            "COLS": columns,
-            "OFFSET": problem.offset,
-            "QUANT": problem.quant,
-            "ADDED": problem.residual == "added",
+            "COLS": columns, "OFFSET": problem.offset, "QUANT": problem.quant, "ADDED": problem.residual == "added",
             "num_warps": config.values.get("num_warps", 8),
-        }
+        }  # fmt: skip
         if problem.k:
             self.products = self.unnormed(problem)
 

@@ -190,18 +190,10 @@ class OneShot(NormKernel):
         self.state = context.empty((2, self.programs), torch.int32)
         self.state[0], self.state[1] = 1, 0
         self.constants |= {
-            "WORLD": problem.world_size,
-            "WIDE": self.wide,
-            "TYPE": TYPES[context.dtype(problem)],
-            "WIDTH": width,
-            "HIDDEN": problem.hidden,
-            "SPLIT": split,
-            "PART": part,
-            "SENT": min(MOST_SENT, power_of_two(part)),
-            "HELD": power_of_two(part),
-            "EARLY": context.hardware.launches_overlap,
-            **together(context, config),
-        }
+            "WORLD": problem.world_size, "WIDE": self.wide, "TYPE": TYPES[context.dtype(problem)], "WIDTH": width,
+            "HIDDEN": problem.hidden, "SPLIT": split, "PART": part, "SENT": min(MOST_SENT, power_of_two(part)),
+            "HELD": power_of_two(part), "EARLY": context.hardware.launches_overlap, **together(context, config),
+        }  # fmt: skip
 
     def units(self, problem: AllReduceNorm, config: Config) -> int:
         """How many programs have work at the same time."""
@@ -340,16 +332,12 @@ class Fused(OneShot):
         super().__init__(problem, config, context)
         tiles = self.tiles
         self.constants |= {
-            "BLOCK_M": tiles.block_m,
-            "BLOCK_N": tiles.block_n,
-            "BLOCK_K": tiles.block_k,
-            "TMA": tiles.tma,
+            "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "TMA": tiles.tma,
             "ALIGNED_K": math.gcd(problem.k, 16),
             "WHOLE": problem.hidden % tiles.block_n == 0 == problem.k % tiles.block_k,
-            "EVICT": EVICT[config["weights"]],
-            "TURNED": config["columns"] == "turned",
+            "EVICT": EVICT[config["weights"]], "TURNED": config["columns"] == "turned",
             "num_stages": config["num_stages"],
-        }
+        }  # fmt: skip
 
     def units(self, problem: AllReduceNorm, config: Config) -> int:
         return max(ceil_div(problem.hidden, self.tiles.block_n), super().units(problem, config))

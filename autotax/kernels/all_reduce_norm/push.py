@@ -177,17 +177,11 @@ class Push(NormKernel):
         self.programs = 1 if context.interpreted else min(config["per_processor"] * context.processors, self.blocks)
         self.state = context.empty((self.programs,), torch.int32).fill_(1)
         self.constants |= {
-            "WORLD": world,
-            "TWO": two,
-            "LATE": config["signals"] == "late",
-            "HIDDEN": problem.hidden,
-            "ROWS": rows,
-            "AHEAD": config["ahead"],
-            "BLOCK": MOST_COPIED,
+            "WORLD": world, "TWO": two, "LATE": config["signals"] == "late", "HIDDEN": problem.hidden, "ROWS": rows,
+            "AHEAD": config["ahead"], "BLOCK": MOST_COPIED,
             "ALIGNED": 16 // problem.item_size if problem.hidden * problem.item_size % 16 == 0 else 1,
-            "EARLY": context.hardware.launches_overlap,
-            **together(context, config),
-        }
+            "EARLY": context.hardware.launches_overlap, **together(context, config),
+        }  # fmt: skip
 
     def run(
         self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float

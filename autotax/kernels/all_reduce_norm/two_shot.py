@@ -113,16 +113,10 @@ class TwoShot(NormKernel):
         self.state = context.empty((2, self.programs), torch.int32)
         self.state[0], self.state[1] = 1, 0
         self.constants |= {
-            "WORLD": world,
-            "WIDE": self.wide,
-            "TYPE": TYPES[context.dtype(problem)],
-            "WIDTH": width,
-            "HIDDEN": problem.hidden,
-            "OWN": own,
-            "TAKEN": power_of_two(own),
-            "EARLY": context.hardware.launches_overlap,
-            **together(context, config),
-        }
+            "WORLD": world, "WIDE": self.wide, "TYPE": TYPES[context.dtype(problem)], "WIDTH": width,
+            "HIDDEN": problem.hidden, "OWN": own, "TAKEN": power_of_two(own),
+            "EARLY": context.hardware.launches_overlap, **together(context, config),
+        }  # fmt: skip
 
     def run(
         self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float

@@ -267,13 +267,10 @@ class AttentionKernel(Kernel[GatherAttention]):
         self.lse = context.empty((problem.batch, problem.q_heads, problem.shard_len), torch.float32)
         self.scale = math.log2(math.e) / math.sqrt(problem.head_dim)
         self.constants: dict[str, Any] = {
-            "WORLD": problem.world_size,
-            "CAUSAL": problem.mask == "causal",
-            "CHUNKS": problem.chunks,
-            "BLOCK_FIRST": config["order"] == "block_first",
-            "BLOCK_N": int(config["block_n"]),
+            "WORLD": problem.world_size, "CAUSAL": problem.mask == "causal", "CHUNKS": problem.chunks,
+            "BLOCK_FIRST": config["order"] == "block_first", "BLOCK_N": int(config["block_n"]),
             "HEAD_DIM": problem.head_dim,
-        }
+        }  # fmt: skip
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -291,17 +288,11 @@ class Push(AttentionKernel):
         self.begun = context.flags(world)
         self.tma = config["loads"] == "tma"
         self.constants |= {
-            "COMM": config["comm"],
-            "GROUP": config["group"],
-            "PIECE": config["piece"],
-            "DIES": config["dies"],
-            "BLOCK_M": int(config["block_m"]),
-            "EVEN": problem.chunk_len % int(config["block_n"]) == 0,
-            "TMA": self.tma,
-            "EARLY": context.hardware.launches_overlap,
-            "num_warps": config["num_warps"],
+            "COMM": config["comm"], "GROUP": config["group"], "PIECE": config["piece"], "DIES": config["dies"],
+            "BLOCK_M": int(config["block_m"]), "EVEN": problem.chunk_len % int(config["block_n"]) == 0,
+            "TMA": self.tma, "EARLY": context.hardware.launches_overlap, "num_warps": config["num_warps"],
             "num_stages": config["num_stages"],
-        }
+        }  # fmt: skip
 
     def view(self, tensor: Tensor, rows: int) -> Any:
         """The argument of `load_tile` for blocks of `rows` tokens of a head."""
