@@ -225,10 +225,10 @@ def bound(problem: AllReduceNorm, hardware: Hardware, _: Rates) -> dict[str, flo
 _KERNELS, _SPACES = "autotax.kernels.all_reduce_norm", "autotax.spaces.all_reduce_norm"
 
 operator.variant("bsp", f"{_KERNELS}.norm:Bsp", f"{_SPACES}:bsp", role="baseline")
-operator.variant("one_shot", f"{_KERNELS}.one_shot:OneShot", f"{_SPACES}:one_shot")
-operator.variant("two_shot", f"{_KERNELS}.two_shot:TwoShot", f"{_SPACES}:two_shot")
+operator.variant("one_shot", f"{_KERNELS}.shots:OneShot", f"{_SPACES}:one_shot")
+operator.variant("two_shot", f"{_KERNELS}.shots:TwoShot", f"{_SPACES}:two_shot")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
-operator.variant("fused", f"{_KERNELS}.one_shot:Fused", f"{_SPACES}:fused")
+operator.variant("fused", f"{_KERNELS}.shots:Fused", f"{_SPACES}:fused")
 
 
 def _with_torch(problem: AllReduceNorm, hardware: Hardware) -> bool:

@@ -1,14 +1,8 @@
-"""one_shot: every rank sends its rows to all ranks as words, then adds up and normalises all rows. One kernel, one trip.
+"""Variants whose rows travel as words, each in one kernel: `one_shot` in one trip, `fused` with a product in front, `two_shot` in two.
 
-SPLIT programs share a row. Each sends its part of the columns, adds up the whole row, because the norm needs all of it, and
-normalises, quantises and stores its part. So several processors send even in a call of few rows, and no second exchange is
-needed.
-
-Programs send all their words before they wait for those of every peer. All programs are resident at the same time, because the
-launch is cooperative. `docs/memory-model.md` says why no stale word matches and none is replaced before it was read.
-
-The whole program votes whether all words have arrived. The vote and the sum use the same loaded values (see
-`gemm_reduce_scatter.words`).
+All programs of a kernel are resident at the same time, because the launch is cooperative. They send before they wait. The whole
+program votes whether all words have arrived. The vote and the sum use the same loaded values (see `gemm_reduce_scatter.words`).
+`docs/memory-model.md` says why every wait ends, no stale word matches, and none is replaced before it was read.
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.all_gather_gemm.gemm import TileOptions, load_tile
 from autotax.kernels.all_reduce_norm.norm import NormKernel, factor_of, finish, given_factor, scale_of_row, store_normed, together
-from autotax.kernels.all_reduce_norm.packets import await_sum, clean, look, numbers, packed, packed_numbers, slot_of
+from autotax.kernels.all_reduce_norm.packets import await_row, await_sum, clean, look, numbers, packed, packed_numbers, slot_of
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.gemm_reduce_scatter.product import rounded
@@ -37,6 +31,8 @@ from autotax.operators.all_reduce_norm import GROUP, AllReduceNorm
 
 MOST_SENT = 2048
 """Most words that a program sends at a time."""
+ALIGNED = 16
+"""A rank's part is a multiple of this many columns, so that it consists of whole vectors of words."""
 
 
 @triton.jit
@@ -172,6 +168,12 @@ def one_shot_kernel(
 
 
 class OneShot(NormKernel):
+    """Every rank sends its rows to all ranks, then adds up and normalises all rows.
+
+    SPLIT programs share a row. Each sends its part of the columns, adds up the whole row, because the norm needs all of it, and
+    normalises, quantises and stores its part. So several processors send even in a call of few rows, without a second exchange.
+    """
+
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.wide = config["words"] == "blank"
@@ -321,9 +323,7 @@ class Fused(OneShot):
 
     Each program computes tiles of all rows. It sends them as words to every rank, this one too, so a program that normalises a
     row needs no sign of the tiles: the row is complete when its words have arrived. No counter and no fence lies between the
-    product and the norm.
-
-    Programs compute and send all their tiles before they wait, for words of this rank too.
+    product and the norm. Programs compute and send all their tiles before they wait, for words of this rank too.
     """
 
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
@@ -359,3 +359,117 @@ class Fused(OneShot):
             self.inbox, context.heap.bases, self.control, self.state, context.rank, problem.m, problem.k, eps, self.room,
             **self.constants,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rank", "m", "eps"])
+def two_shot_kernel(
+    x, residual, weight, new_residual, y, scales, partials, sums, bases, control, state, rank, m, eps, room, sum_room,
+    WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, OWN: tl.constexpr,
+    TAKEN: tl.constexpr, COLS: tl.constexpr,
+    OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """`x` are the data of words, int32 or with WIDE int64, WIDTH per row. Rank r adds up OWN of them from r * OWN on; TAKEN is
+    OWN rounded up to a power of two. `partials` are words [slots, source, room], `sums` [slots, sum_room]; `state` as in
+    `one_shot`.
+    """
+    if EARLY:
+        gdc_wait()
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch = tl.load(state + program)
+    before = tl.load(state + programs + program)
+    limit = tl.load(control + LIMIT)
+    given = given_factor(scales, QUANT)
+    away = distances(bases, rank, WORLD)
+    slot = slot_of(epoch, WIDE)
+    PER: tl.constexpr = HIDDEN // WIDTH
+    lanes = tl.arange(0, TAKEN)
+    word = tl.arange(0, COLS // PER)
+    for row in tl.range(program, m, programs, num_stages=1):
+        for hop in tl.static_range(WORLD - 1):
+            first = (rank + 1 + hop) % WORLD * OWN
+            inside = (lanes < OWN) & (first + lanes < WIDTH)
+            data = tl.load(x + tl.cast(row, tl.int64) * WIDTH + first + lanes, mask=inside, other=0)
+            there = (partials.to(tl.int64) + away[hop]).to(partials.dtype) + (slot * WORLD + rank) * room
+            there = there + tl.cast(row, tl.int64) * OWN + lanes
+            store_whole(tl.multiple_of(there, (16,)), packed(data, epoch), inside, TARGET)
+    if WIDE:
+        old = slot_of(epoch - 1, WIDE)
+        for row in tl.range(program, before, programs, num_stages=1):
+            there = partials + old * WORLD * room + tl.cast(row, tl.int64) * OWN + lanes
+            for hop in tl.static_range(1, WORLD):
+                clean(there + (rank + hop) % WORLD * room, lanes < OWN, TARGET)
+            clean(sums + old * sum_room + tl.cast(row, tl.int64) * WIDTH + word, word < WIDTH, TARGET)
+    begin = rank * OWN
+    cols = begin * PER + tl.arange(0, TAKEN * PER)
+    own_inside = (lanes < OWN) & (begin + lanes < WIDTH)
+    for row in tl.range(program, m, programs, num_stages=1):
+        at = tl.cast(row, tl.int64)
+        own = numbers(tl.load(x + at * WIDTH + begin + lanes, mask=own_inside, other=0), WIDE, TYPE)
+        added = tl.zeros([TAKEN * PER], tl.float32)
+        if ADDED:
+            mask = (cols < begin * PER + OWN * PER) & (cols < HIDDEN)
+            added = tl.load(residual + at * HIDDEN + cols, mask=mask, other=0).to(tl.float32)
+        there = partials + slot * WORLD * room + at * OWN + lanes
+        total = await_sum(own, there, room, own_inside, partials, epoch, rank, control, limit, WORLD, WIDE, TYPE, TARGET)
+        if ADDED:
+            total += added
+        words = packed_numbers(total, epoch, WIDE, TYPE, TARGET)
+        for hop in tl.static_range(WORLD):
+            there = (sums.to(tl.int64) + away[hop]).to(sums.dtype) + slot * sum_room + at * WIDTH + begin + lanes
+            store_whole(tl.multiple_of(there, (16,)), words, own_inside, TARGET)
+    every = tl.arange(0, COLS)
+    factors = tl.load(weight + every, mask=every < HIDDEN, other=0).to(tl.float32)
+    later = 2 * limit  # a wait for partial sums times out first, and its note names the late rank
+    for row in tl.range(program, m, programs, num_stages=1):
+        there = sums + slot * sum_room + tl.cast(row, tl.int64) * WIDTH + word
+        words = await_row(there, word < WIDTH, sums, epoch, control, later, OWN, WIDE, TARGET)
+        total = numbers(words, WIDE, TYPE)
+        rows = row + tl.arange(0, 1)
+        finish(tl.reshape(total, [1, COLS]), given, factors, rows, HIDDEN, m, eps, y, new_residual, scales, OFFSET, QUANT, TARGET)
+    tl.debug_barrier()  # all threads have read the state
+    tl.store(state + program, epoch + 1)
+    tl.store(state + programs + program, m)
+
+
+class TwoShot(NormKernel):
+    """Each rank owns some columns, adds them up and sends the new residual to all ranks. Then each rank normalises all rows.
+
+    With many ranks it sends fewer bytes than `one_shot`. Programs send partial sums before they wait for those of all ranks, then
+    sums before they wait for the sums of the others.
+    """
+
+    def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.wide = config["words"] == "blank"
+        per = (8 if self.wide else 4) // problem.item_size  # elements per word
+        world, width = problem.world_size, problem.hidden // per
+        own = ceil_div(ceil_div(problem.hidden, world), ALIGNED) * ALIGNED // per
+        self.room, self.sum_room = problem.m * own, problem.m * width
+        slots, empty = (3, -1) if self.wide else (2, 0)
+        self.partials = context.heap.alloc((slots, world, self.room), torch.int64).fill_(empty)
+        self.sums = context.heap.alloc((slots, self.sum_room), torch.int64).fill_(empty)
+        # The interpreter runs programs one after the other, so no program may wait before the last has sent.
+        self.programs = 1 if context.interpreted else min(config["per_processor"] * context.processors, problem.m)
+        self.state = context.empty((2, self.programs), torch.int32)
+        self.state[0], self.state[1] = 1, 0
+        self.constants |= {
+            "WORLD": world, "WIDE": self.wide, "TYPE": TYPES[context.dtype(problem)], "WIDTH": width,
+            "HIDDEN": problem.hidden, "OWN": own, "TAKEN": power_of_two(own),
+            "EARLY": context.hardware.launches_overlap, **together(context, config),
+        }  # fmt: skip
+
+    def run(
+        self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
+    ) -> None:
+        context = self.context
+        context.launch(
+            two_shot_kernel, (self.programs,),
+            x.view(-1).view(torch.int64 if self.wide else torch.int32), residual, weight, new_residual, y, scales,
+            self.partials, self.sums, context.heap.bases, self.control, self.state, context.rank, self.problem.m, eps, self.room, self.sum_room,
+            **self.constants,
+        )  # fmt: skip
+
+    def changes_for(self, smaller: AllReduceNorm) -> dict[str, object]:  # noqa: ARG002
+        """Any number of rows: a word identifies its call, and the kernel remembers the rows of the previous call."""
+        return {}
