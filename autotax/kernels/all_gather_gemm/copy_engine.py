@@ -1,5 +1,5 @@
-"""copy_engine: the copy engines write this rank's shard into every peer's inbox in chunks, each followed by a flag.
-All programs compute.
+"""copy_engine: the copy engines write this rank's shard into every peer's inbox in chunks, each followed by a flag. All
+programs compute.
 
 Waits: a tile waits for the flags of the chunks it reads. The inbox has one slot, because the addresses of a captured
 copy are fixed. Before a rank writes, its `open_call` kernel waits until every peer has finished the previous call;

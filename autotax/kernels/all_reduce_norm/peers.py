@@ -160,10 +160,10 @@ class SglangPush(NormKernel):
             _communicators[size] = CustomAllReduceV2(world.control, world.device)
             if not _communicators[size].disabled:
                 fusion.register_comm(_communicators[size].obj)
-        made = _communicators[size]
-        if made.disabled or not fusion.fits_push_slot(made.max_push_size, problem.m, problem.hidden):
+        communicator = _communicators[size]
+        if communicator.disabled or not fusion.fits_push_slot(communicator.max_push_size, problem.m, problem.hidden):
             raise RuntimeError("SGLang has disabled its all-reduce here, or rows do not fit in its memory")
-        self.fusion, self.made = fusion, made
+        self.fusion, self.communicator = fusion, communicator
 
     def run(
         self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float  # noqa: ARG002

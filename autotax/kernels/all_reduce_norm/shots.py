@@ -1,4 +1,4 @@
-"""Variants whose rows travel as words, each in one kernel: `one_shot` in one trip, `fused` with a product in front, `two_shot` in two.
+"""Variants by words, each one kernel: `one_shot` in one trip, `fused` with a product in front, `two_shot` in two trips.
 
 All programs of a kernel are resident at the same time, because the launch is cooperative. They send before they wait. The whole
 program votes whether all words have arrived. The vote and the sum use the same loaded values (see `gemm_reduce_scatter.words`).

@@ -106,17 +106,17 @@ class VendorAttention(Kernel[GatherAttention]):
         """Attends to a part, whose keys are among the tokens of k and v, and merges the result into `whole`, if that is given."""
         (first, end), keys = part.queries, slice(*part.keys)
         if q.is_meta:
-            made = q[:, first:end], q.new_empty(len(q), q.shape[2], end - first, dtype=torch.float32)
+            result = q[:, first:end], q.new_empty(len(q), q.shape[2], end - first, dtype=torch.float32)
         else:  # in a rehearsal too: the library builds a plan for new shapes
-            made = attend(self.library, q[:, first:end], k[:, keys], v[:, keys], causal=part.causal)
+            result = attend(self.library, q[:, first:end], k[:, keys], v[:, keys], causal=part.causal)
         if whole is None:
-            return made
+            return result
         problem, rows = self.problem, (end - first) * self.problem.q_heads
         group = math.gcd(rows, MERGED_ROWS)
         constants: dict[str, Any] = {"GROUP": group, "HEAD_DIM": problem.head_dim, "BLOCK_D": max(16, power_of_two(problem.head_dim))}
         self.context.launch(
-            merge_part_kernel, (rows // group, len(q)), *whole, *made, first, q.shape[1], end - first, problem.q_heads,
-            *whole[1].stride(), *made[1].stride(), **constants, num_warps=4,
+            merge_part_kernel, (rows // group, len(q)), *whole, *result, first, q.shape[1], end - first, problem.q_heads,
+            *whole[1].stride(), *result[1].stride(), **constants, num_warps=4,
         )  # fmt: skip
         return whole
 
