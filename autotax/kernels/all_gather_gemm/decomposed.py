@@ -136,7 +136,6 @@ class Decomposed(Kernel[AllGatherGemm]):
         return {"inbox": self.inbox.view(2, -1)[:, : world * rows * cols].view(2, world, rows, cols)}
 
 
-
 class ScaledDecomposed(Scaled):
     """`decomposed` for e4m3, with one or two products of `scaled_product`.
 

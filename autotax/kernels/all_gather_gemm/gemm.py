@@ -95,7 +95,6 @@ def element_alignment(problem: AllGatherGemm) -> int:
     return math.gcd(problem.shard_cols, 16)
 
 
-
 @triton.constexpr_function
 def wide(block_n):
     """Columns of a tile's first product: the largest power of two."""
@@ -174,6 +173,7 @@ def store_tile(out, acc, row, col, row_end, n, BLOCK_M: tl.constexpr, BLOCK_N: t
     store_block(out, acc[0], row, col, row_end, n, BLOCK_M, wide(BLOCK_N))
     if narrow(BLOCK_N) != 0:
         store_block(out, acc[1], row, col + wide(BLOCK_N), row_end, n, BLOCK_M, narrow(BLOCK_N))
+
 
 K_ALIGNMENT = tl.constexpr(128)
 """K groups are aligned to this many columns: a multiple of every BLOCK_K."""

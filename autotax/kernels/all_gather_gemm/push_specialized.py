@@ -301,6 +301,7 @@ def gather_tiles(
             [MOST, MOST, REST, REST, REST],
         )  # fmt: skip
 
+
 MOST_REGISTERS = {1: 168, 2: 168, 3: 128}
 """Registers per thread at the launch, by the number of multiplying groups. It is all that a processor has, divided
 over all warps. The kernel then redistributes them among the warps.

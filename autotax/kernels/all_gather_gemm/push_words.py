@@ -195,6 +195,7 @@ def receive_words(
         settle(TARGET)
         gl.atomic_add(counts + group, 1, sem="acq_rel", scope="gpu")
 
+
 GROUP_M = gl.constexpr(BLOCKS_BELOW_EACH_OTHER)
 MOST_REGISTERS = {1: 168, 2: 128}
 """Registers per thread at the launch, by the number of multiplying groups."""

@@ -77,6 +77,7 @@ def padded(items: list[T], length: int, missing: T) -> list[T]:
     """Pads `items` to the number of the kernel's arguments: a launch takes no descriptors in a tuple."""
     return items + [missing] * (length - len(items))
 
+
 X_ROWS = gl.constexpr(tiling.GROUP_ROWS)
 """Rows of X that each group multiplies."""
 BLOCK_K = gl.constexpr(tiling.BLOCK_K)

@@ -258,7 +258,6 @@ class ScaledSpecialized(Codes, PushSpecialized):
         )  # fmt: skip
 
 
-
 @gluon.jit
 def exchange(
     words, scales, bases, control, rank, epoch, rows,

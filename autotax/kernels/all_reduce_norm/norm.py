@@ -196,7 +196,6 @@ class NormKernel(Kernel[AllReduceNorm]):
         raise NotImplementedError
 
 
-
 @triton.jit(do_not_specialize=["m", "eps"])
 def norm_kernel(
     x, residual, weight, new_residual, y, scales, m, eps,

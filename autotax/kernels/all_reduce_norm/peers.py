@@ -126,7 +126,6 @@ class IrisAllReduceTuned(IrisAllReduce):
     tuned = True
 
 
-
 class VllmSum(AfterSum):
     """With vLLM's `CustomAllreduce`. It copies x to memory that the peers can read: no graph has registered x."""
 

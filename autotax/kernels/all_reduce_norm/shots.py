@@ -217,7 +217,6 @@ class OneShot(NormKernel):
         return {}
 
 
-
 EVICT = {"kept": "", "passing": "evict_first"}
 """Eviction policies of weights in the L2, where pointers load them."""
 LEAST_ROWS = 16
