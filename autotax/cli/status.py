@@ -14,7 +14,7 @@ from autotax.core.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from autotax.engines.watch import Published
+    from autotax.engines.plugin import Published
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def status(of: StatusOptions, form: OutputOptions) -> int:
     """Show which calls of a running server tuned kernels ran, and why others did not."""
     from msgspec import to_builtins
 
-    from autotax.engines.watch import published, summary
+    from autotax.engines.plugin import published, summary
 
     servers = published(of.pid)
     form.document(lambda: [to_builtins(process) for process in servers], ok=bool(servers))
@@ -54,7 +54,7 @@ def status(of: StatusOptions, form: OutputOptions) -> int:
 def _tables(servers: list[Published]) -> Group:
     from rich.console import Group
 
-    from autotax.engines.watch import CAPTURED
+    from autotax.engines.plugin import CAPTURED
     from autotax.report.formatting import columns, grid
 
     tables = []

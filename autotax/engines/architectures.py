@@ -418,7 +418,7 @@ def _mlp(sizes: Sizes, width: int, split: bool, name: str) -> Layers:
 
 _TABLES = tomllib.loads((Path(__file__).parents[1] / "templates/families.toml").read_text())
 FAMILIES: dict[str, Family] = {
-    name: Family(**{key: value for key, value in of.items() if key != "names"}) for of in _TABLES["family"] for name in of["names"]
+    name: Family(**{key: of[key] for key in of.keys() - {"names"}}) for of in _TABLES["family"] for name in of["names"]
 }
 """Families by the `model_type` of a config, without `_text` at its end."""
 REFUSED: dict[str, str] = {name: of["reason"] for of in _TABLES["refused"] for name in of["names"]}

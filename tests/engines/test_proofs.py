@@ -54,9 +54,9 @@ def test_vllm_goes_on_where_nothing_is_to_be_proven(
 
 def test_sglang_and_torchtitan_prove_what_torchs_operators_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import autotax.torch
-    from autotax.engines import sglang, watch
+    from autotax.engines import plugin, sglang
 
-    monkeypatch.setattr(watch, "folder", lambda: tmp_path)
+    monkeypatch.setattr(plugin, "folder", lambda: tmp_path)
     overrides, layers = ModuleType("torchtitan.config.override"), ModuleType("torchtitan.models.common.dist_gemm")
     overrides.override = lambda **_: lambda function: function  # type: ignore[attr-defined]
     layers.AllGatherFusedFeedForward = ModuleType("a class")  # type: ignore[attr-defined]
