@@ -48,16 +48,9 @@ def normed(
 
     Collective at the first call of a shape. During graph capture it is not collective, and the answer for a new shape is None.
 
-    Args:
-        x: This rank's partial sums, [tokens, hidden].
-        residual: [tokens, hidden].
-        weight: [hidden].
-        group: The engine's coordinator.
-        eps: Of the norm.
-        offset: What is added to the weight.
-        scale: float32 [1] of a y in e4m3.
-        results: The `out` and `residual_out` of AllReduceNorm. These may be x and the residual: where the kernel of this size
-            cannot work in place, the results are copied.
+    `x` [tokens, hidden] are this rank's partial sums, `weight` is [hidden], and `group` is the engine's coordinator. `offset` is
+    added to the weight. A y in e4m3 has the `scale`, float32 [1]. `results` are the `out` and `residual_out` of AllReduceNorm.
+    These may be x and the residual: where the kernel of this size cannot work in place, the results are copied.
     """
     alike = x.dim() == 2 and x.shape == residual.shape and x.dtype == weight.dtype == residual.dtype
     if group.world_size == 1 or not alike or x.dtype not in DTYPES or x.shape[1] % 8 or x.shape[1] > 16384:
