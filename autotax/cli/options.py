@@ -59,6 +59,13 @@ def flag(name: str, meaning: str) -> Any:
     return typer.Option(name, help=meaning, show_default=False)
 
 
+def one_of(name: str, value: str | None, allowed: Iterable[str], *, guess: bool = True, option: str = "") -> None:
+    """Raises UsageError for a value that is not allowed. The remedy is a similar value, or to give one as `option`."""
+    if value is not None and value not in (allowed := list(allowed)):
+        remedy = (did_you_mean(value, allowed) if guess else "") or f"give one of these as --{option or name}"
+        raise UsageError(f"{name} is {value!r}; allowed are {', '.join(allowed)}: {remedy}")
+
+
 def operator_named(arguments: Iterable[str]) -> str | None:
     """The operator that a command line names, if any. Its options are the ones that apply."""
     return next((argument for argument in arguments if argument in operators()), None)
@@ -105,7 +112,6 @@ class ProblemOptions:
         return options
 
     def check(self) -> None:
-        """Raises UsageError for an unknown operator, missing sizes and values that are not allowed."""
         if self.op is not None:
             self._problem(1)
 
@@ -184,7 +190,6 @@ class DeployOptions:
     ] = None
 
     def check(self) -> None:
-        """Raises UsageError for values that are invalid on every machine."""
         self._asked(Conditions())
 
     @property
@@ -216,7 +221,6 @@ class ShapesOptions:
     shapes: Shapes = None
 
     def check(self) -> None:
-        """Raises UsageError for a file that cannot be read, or whose content is invalid on every machine."""
         if self.shapes is not None:
             read_shapes(self.shapes, 1)
 
@@ -230,7 +234,6 @@ class LimitedOptions(ShapesOptions):
     ] = None
 
     def check(self) -> None:
-        """Raises UsageError for a file or a time that no machine allows."""
         super().check()
         Settings(timeout_s=seconds_of(self.timeout))
 
@@ -283,7 +286,6 @@ class SearchOptions(ShapesOptions):
     ] = False
 
     def check(self) -> None:
-        """Raises UsageError for settings that are invalid for every problem and machine."""
         if not self.misses:  # the command refuses both together, whatever the file contains
             super().check()
         self.settings()
@@ -292,9 +294,7 @@ class SearchOptions(ShapesOptions):
     def settings(self) -> Settings:
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"seed is {self.seed}; it must be from 0 to {MAX_SEED}: give another --seed")
-        if self.sampler is not None and self.sampler not in SAMPLERS:
-            guess = did_you_mean(self.sampler, SAMPLERS) or "give one of these as --sampler"
-            raise UsageError(f"sampler is {self.sampler!r}; allowed are {', '.join(SAMPLERS)}: {guess}")
+        one_of("sampler", self.sampler, SAMPLERS)
         values: dict[str, Any] = {
             "trials": self.trials,
             "seed": self.seed,
@@ -327,7 +327,6 @@ class OperatorsOptions:
     ] = None
 
     def check(self) -> None:
-        """Raises UsageError for an unknown operator."""
         if unknown := [op for op in self.ops or [] if op not in operators()]:
             guess = did_you_mean(unknown[0], operators()) or "name these, none for all, or --load its module"
             raise UsageError(f"operator is {unknown[0]!r}; allowed are {', '.join(operators())}: {guess}")
@@ -370,6 +369,18 @@ class OutputOptions:
         if not self.as_json:
             print(text)
 
+    def answer(
+        self, table: Callable[[], RenderableType] | str | None, make: Callable[[], Sequence[Any]], *, ok: bool = True,
+        about: Mapping[str, Any] | None = None,
+    ) -> int:  # fmt: skip
+        """Prints a table or a text if there is one, or with `--json` the document, and returns the exit code."""
+        if isinstance(table, str):
+            self.plain(table)
+        elif table is not None:
+            self.show(table)
+        self.document(make, ok=ok, about=about)
+        return 0 if ok else 1
+
     def document(
         self, make: Callable[[], Sequence[Any]], *, ok: bool = True, about: Mapping[str, Any] | None = None
     ) -> None:
@@ -391,7 +402,6 @@ class MachineOptions(OutputOptions):
     ] = None
 
     def check(self) -> None:
-        """Raises UsageError for an unknown backend, and for a path or URL that cannot be a database."""
         self.backends()
         if self.db is not None:
             from autotax.db.url import resolve_url
@@ -407,8 +417,7 @@ class MachineOptions(OutputOptions):
         """The backends to include: the named one, or all. This machine need not have them."""
         from autotax.hardware import BACKENDS
 
-        if self.backend is not None and self.backend not in BACKENDS:
-            raise UsageError(f"backend is {self.backend!r}; allowed are {', '.join(BACKENDS)}: give one of these as --backend")
+        one_of("backend", self.backend, BACKENDS, guess=False)
         return [self.backend] if self.backend else list(BACKENDS)
 
     @property
@@ -427,11 +436,11 @@ class MachineOptions(OutputOptions):
 
 
 command = ""
-"""The current command, for its document; see `cli.parsing`."""
+"""The current command, for its document; see `cli.app`."""
 answers: TextIO | None = None
 """The stream of the document, while what modules from outside print goes to stderr."""
 op: str | None = None
-"""The operator that the command line names, if any; see `cli.parsing`."""
+"""The operator that the command line names, if any; see `cli.app`."""
 
 
 def print_document(content: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from autotax.cli.messages import INTERRUPTED, closing, public_url, say
-from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flag, flags, number, word
+from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flag, flags, number, one_of, word
 from autotax.cli.problem_selection import (
     CPU_PAIR_TRIALS,
     GPU_PAIR_TRIALS,
@@ -75,13 +75,11 @@ class ModelOptions:
     ] = None
 
     def check(self) -> None:
-        """Raises UsageError for a config or numbers of tokens that are invalid on every machine."""
         values = {"tp": self.tp, "tokens": self.tokens, "train": self.train or None, "split": self.split or None}
         values["for"] = self.engine
         if self.model is None and (names := [name for name, value in values.items() if value is not None]):
             raise UsageError(f"{flags(names)} given without --model: name a config.json, or take the others out")
-        if self.engine is not None and self.engine not in ASKED:
-            raise UsageError(f"for is {self.engine!r}; allowed are {', '.join(ASKED)}: give one of these as --for")
+        one_of("for", self.engine, ASKED, guess=False)
         if self.hardware is not None:
             if not self.dry_run:
                 raise UsageError("--hardware given without --dry-run; another machine can only be planned for: add --dry-run")

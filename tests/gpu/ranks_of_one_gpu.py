@@ -25,7 +25,7 @@ from autotax.operators.calls import make_inputs, reference
 from autotax.operators.inputs import Call
 from autotax.operators.problems import AllGatherGemm
 from autotax.operators.verification import relative_error
-from autotax.testing.operators import differing
+from tests.conformance.calls import differing
 
 HEAP_BYTES = 256 << 20
 POLLS = 100_000
