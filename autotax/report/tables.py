@@ -19,8 +19,28 @@ from autotax.operators import registry
 from autotax.report import documents
 from autotax.report import taxes as bounds
 from autotax.report.formatting import (
-    Fitting, accounts, columns, config_text, counts, faster, grid, interval, legend, listing, microseconds, number, outcome,
-    parameters, place, scatter_of, share, status_text, times, title, unusual, won,
+    Fitting,
+    accounts,
+    columns,
+    config_text,
+    counts,
+    faster,
+    grid,
+    interval,
+    legend,
+    listing,
+    microseconds,
+    number,
+    outcome,
+    parameters,
+    place,
+    scatter_of,
+    share,
+    status_text,
+    times,
+    title,
+    unusual,
+    won,
 )  # fmt: skip
 from autotax.tuner.comparison import TUNED
 from autotax.tuner.progress import Verdict
