@@ -34,7 +34,7 @@ from autotax.db.staleness import Stale, stale_winners
 from autotax.hardware import Hardware, check_memory, check_world_size
 from autotax.software import Environment, environment
 from autotax.spaces import space_for
-from autotax.tuner import Comparison, Listener, Progress, Settings, Silence, Verdict
+from autotax.tuner import Comparison, Listener, Progress, Settings, Verdict
 from autotax.tuner.comparison import Choice, baseline_for, best_of, shown_variants, trials_here
 from autotax.tuner.tuning import TimeLimit
 
@@ -93,7 +93,7 @@ def tune(
     )  # fmt: skip
     if settings.variants:
         space_for(problem, hardware).only(settings.variants)
-    listener = _Calls(on_progress, on_notice)
+    listener = _Calls(on_progress or _ignore, on_notice or _ignore)
     with Store.open(db, create=True) as store:
         watch: Watch = lambda *_: nullcontext(listener)  # noqa: E731
         if progress:
@@ -178,7 +178,7 @@ def refresh(
     """
     hardware = machine.detect(backend)
     requested = [problems] if isinstance(problems, Problem) else problems
-    listener = _Calls(None, on_notice)
+    listener = _Calls(_ignore, on_notice or _ignore)
     with Store.open(db, create=True) as store:
         stale = stale_here(store, hardware, requested, conditions, everything=everything)
         return list(refresh_on(stale, hardware, store, lambda *_: nullcontext(listener), soak=soak, timeout_s=timeout_s))
@@ -366,18 +366,13 @@ def ranks(hardware: Hardware, world_size: int, seed: int = 0) -> Iterator[runner
         runner.close()
 
 
-class _Calls(Silence):
-    """A listener that calls functions."""
+@dataclass(frozen=True)
+class _Calls:
+    """A listener of functions."""
 
-    def __init__(self, on_progress: Callable[[Progress], None] | None, on_notice: Callable[[str], None] | None) -> None:
-        self._on_progress, self._on_notice = on_progress, on_notice
+    progress: Callable[[Progress], None]
+    notice: Callable[[str], None]
 
-    def progress(self, progress: Progress) -> None:
-        """See Listener.progress."""
-        if self._on_progress:
-            self._on_progress(progress)
 
-    def notice(self, text: str) -> None:
-        """See Listener.notice."""
-        if self._on_notice:
-            self._on_notice(text)
+def _ignore(_: object) -> None:
+    pass

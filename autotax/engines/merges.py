@@ -24,7 +24,7 @@ from autotax.nn.fallback import PlainMerge
 from autotax.nn.groups import capturing
 from autotax.nn.merge import DecodeMerge
 from autotax.nn.tensor_checks import plain
-from autotax.torch.status import TORCH, count_of
+from autotax.torch.plans import TORCH, count_of
 
 MOST_TOKENS = 1024
 """The greatest number of query tokens for which a call makes a module without `prepare`."""

@@ -271,7 +271,7 @@ def _keep(framework: str, path: Path) -> None:
 
 
 def counts(framework: str) -> Published:
-    from autotax.torch.status import status
+    from autotax.torch.plans import status
 
     now = status()
     return Published(os.getpid(), framework, now.taken, now.left, [Counted(**asdict(call)) for call in now.calls])

@@ -20,7 +20,7 @@ from autotax.heap.world import World
 from autotax.nn.consensus import DTYPES
 from autotax.operators.scaled import SCALES_OF, scales_shape
 from autotax.torch import scaled, symm_mem
-from autotax.torch.calls import NotTaken
+from autotax.torch.plans import NotTaken
 
 log = logging.getLogger("autotax")
 SCALES = "autotax_scales"

@@ -225,7 +225,7 @@ class Fitting:
 class Captioned(Table):
     """A table as wide as its cells between a heading and notes, which may be wider."""
 
-    def __init__(self, heading: str, notes: Sequence[str], *, header: bool) -> None:
+    def __init__(self, heading: str, *notes: str, header: bool = True) -> None:
         super().__init__(box=box.SIMPLE_HEAD, show_header=header, header_style="dim", pad_edge=False)
         self.heading = Text(heading, "bold")
         self.notes = Text("\n".join(note for note in notes if note), "dim")
@@ -242,8 +242,7 @@ class Captioned(Table):
         return Measurement(cells.minimum, max(cells.maximum, *texts, 1)).clamp(max_width=options.max_width)
 
 
-def grid(name: str, *caption: str, header: bool = True) -> Table:
-    return Captioned(name, caption, header=header)
+grid = Captioned
 
 
 def config_text(config: Config) -> Text:
@@ -252,11 +251,17 @@ def config_text(config: Config) -> Text:
     return text.append(f" {parameters(config)}", "dim") if config.params else text
 
 
+def labelled(min_width: int | None = None, **more: Any) -> Table:
+    """A grid of labels and facts."""
+    lines = Table.grid(padding=(0, 2))
+    lines.add_column(style="dim", no_wrap=True, min_width=min_width)
+    lines.add_column(**{"overflow": "fold"} | more)
+    return lines
+
+
 def legend(rows: Iterable[tuple[str, Config, str]]) -> Table:
     """Name, parameters and rates of each row, for screens whose tables have no room for them."""
-    lines = Table.grid(padding=(0, 2))
-    lines.add_column(style="dim", no_wrap=True)
-    lines.add_column(overflow="fold")
+    lines = labelled()
     for name, config, rates in rows:
         if facts := [*([rates] if rates else []), *([parameters(config)] if config.params else [])]:
             lines.add_row(name, Text("; ".join(facts), "dim"))
@@ -277,9 +282,7 @@ def listing(name: str, texts: Sequence[str], names: Sequence[str], rows: Sequenc
     narrow: list[RenderableType] = [Text(name, "bold")]
     for first, *facts in rows:
         table.add_row(first, *facts)
-        lines = Table.grid(padding=(0, 2))
-        lines.add_column(style="dim", no_wrap=True)
-        lines.add_column(overflow="fold")
+        lines = labelled()
         for label, fact in zip(names[1:], facts, strict=True):
             if fact:
                 lines.add_row(f"  {label.rstrip('>|')}", fact)

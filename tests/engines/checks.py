@@ -25,7 +25,7 @@ from autotax.heap.world import World
 from autotax.operators import scaled
 from autotax.spaces import space_for
 from autotax.torch import plans
-from autotax.torch.status import Status
+from autotax.torch.plans import Status
 from tests.db.conftest import keep_winner
 from tests.engines import stand_ins
 from tests.torch.checks import normal

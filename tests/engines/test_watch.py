@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autotax.engines import plugin
-from autotax.torch.status import count_of, forget_counts
+from autotax.torch.plans import count_of, forget_counts
 from tests.cli.conftest import Run, db, run  # noqa: F401 - fixtures
 from tests.volume import volume
 
@@ -19,7 +19,7 @@ SERVER = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 from autotax.engines import plugin
-from autotax.torch.status import count_of
+from autotax.torch.plans import count_of
 plugin.EVERY_S, plugin.QUIET_S = 0.05, 0.2
 if sys.argv[1] == "calls":
     count_of("fused_matmul_all_reduce", "([16, 64])", "push(comm=8)").calls += 12

@@ -24,8 +24,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import autotax.torch
 from autotax.heap.world import World
 from autotax.nn.fallback import all_gather
+from autotax.torch.plans import Status
 from autotax.torch.registration import OPERATORS
-from autotax.torch.status import Status
 from tests.torch.models import DIM, Block, TwoLayers
 
 ROWS = 16

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import autotax.torch
 from autotax.heap.world import World
-from autotax.torch.status import Status
+from autotax.torch.plans import Status
 from tests.torch.compiled import PASSES, _model, micro_pipeline, same
 from tests.torch.models import DIM, Mlp
 
