@@ -105,12 +105,9 @@ def tune(
 
 
 def tune_jobs(
-    jobs: Sequence[Job],
-    hardware: Hardware,
-    store: Store,
-    watch: Watch,
+    jobs: Sequence[Job], hardware: Hardware, store: Store, watch: Watch,
     then: Callable[[Verdict, runners.LiveRunner], None] | None = None,
-) -> Iterator[Verdict]:
+) -> Iterator[Verdict]:  # fmt: skip
     """Yields the verdict of each job. All problems of a world size share one pool of ranks. Ends early when interrupted.
 
     `then` is called before the ranks end.
@@ -185,12 +182,7 @@ def refresh(
 
 
 def stale_here(
-    store: Store,
-    hardware: Hardware,
-    problems: Sequence[Problem] | None,
-    conditions: Conditions | None,
-    *,
-    everything: bool,
+    store: Store, hardware: Hardware, problems: Sequence[Problem] | None, conditions: Conditions | None, *, everything: bool
 ) -> list[Stale]:
     """The problems that can be refreshed here, from this store and the shipped winners, fewest ranks first. Raises UsageError as
     `check` does.
@@ -204,15 +196,9 @@ def stale_here(
 
 
 def refresh_on(
-    stale: Sequence[Stale],
-    hardware: Hardware,
-    store: Store,
-    watch: Watch,
-    *,
-    soak: int | None = None,
-    timeout_s: float | None = None,
-    each_s: float | None = None,
-) -> Iterator[Refreshed]:
+    stale: Sequence[Stale], hardware: Hardware, store: Store, watch: Watch, *, soak: int | None = None,
+    timeout_s: float | None = None, each_s: float | None = None,
+) -> Iterator[Refreshed]:  # fmt: skip
     """Yields each problem when it is proven. All problems of a world size share one pool of ranks. Ends early when interrupted or
     after `timeout_s` seconds. With `each_s` only the best former winner of a problem is proven, for about so many seconds.
     """
@@ -291,15 +277,9 @@ def compare(
 
 
 def compare_on(
-    runner: runners.LiveRunner,
-    problem: Problem,
-    hardware: Hardware,
-    conditions: Conditions,
-    db: str | Path | None,
-    every_variant: bool,
-    limit: TimeLimit | None = None,
-) -> Comparison:
-    """A comparison on these ranks."""
+    runner: runners.LiveRunner, problem: Problem, hardware: Hardware, conditions: Conditions, db: str | Path | None,
+    every_variant: bool, limit: TimeLimit | None = None,
+) -> Comparison:  # fmt: skip
     answer = lookup(problem, hardware=hardware, db=db, conditions=conditions)
     space = space_for(problem, hardware)
     with Store.open(db, create=False) as store:

@@ -72,7 +72,6 @@ def declare(
 
 
 def problem_of(word: str) -> type[OneOff]:
-    """The problem class that a word declares."""
     kind: type[OneOff] = getattr(sys.modules[__name__], _class_name(word))
     return kind
 
@@ -106,7 +105,6 @@ def _read(word: str) -> tuple[_Word, dict[str, _Place]]:
 
 
 def files_of(word: str) -> list[str]:
-    """The files of the functions of a word."""
     return list(dict.fromkeys(place.file for place in _read(word)[1].values()))
 
 

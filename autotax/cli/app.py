@@ -150,7 +150,7 @@ def example_of(op: str | None) -> str:
     operator = operators()[op] if op else next(iter(operators().values()))
     problem = operator.examples.get(True)
     sizes = {name: getattr(problem, name) for name in operator.problem.required()} if problem else {}
-    return " ".join([operator.name, *(f"--{name.replace('_', '-')} {value}" for name, value in sizes.items())])
+    return options.spelled(operator.name, sizes)
 
 
 def _flattened(name: str, function: Function, op: str | None) -> Function:

@@ -79,7 +79,6 @@ def examine(backend: str | None = None, db: str | None = None) -> list[Check]:
 
 
 def usable(checks: Sequence[Check]) -> bool:
-    """Whether autotax can work here."""
     return all(check.ok or not check.needed for check in checks)
 
 
@@ -364,7 +363,6 @@ def doctor(onto: DoctorOptions, where: MachineOptions) -> int:
 
 
 def _table(checks: Sequence[Check]) -> Table:
-    """The checks, one line each, with the next step."""
     from rich.text import Text
 
     from autotax.report.formatting import columns, grid

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotax.cli.messages import say
-from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flags
+from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flags, spelled
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, with_world_size
 from autotax.operators import operators
@@ -66,8 +66,8 @@ def warn_of_slow_ranks(problem: Problem, hardware: Hardware, trials: int) -> Non
     seconds = expected_on_cpu(problem, trials)
     if seconds <= PATIENCE_S:
         return
-    sizes = (f"--{name.replace('_', '-')} {value}" for name, value in example.to_dict().items() if name not in NOT_SIZES)
-    small = f"{example.op} {' '.join(sizes)} --trials {CPU_PAIR_TRIALS}"
+    sizes = {name: value for name, value in example.to_dict().items() if name not in NOT_SIZES}
+    small = f"{spelled(example.op, sizes)} --trials {CPU_PAIR_TRIALS}"
     minutes = round(seconds / 60)
     about = f"about {minutes} minute{'s' * (minutes > 1)}"
     about = about if seconds < HOPELESS_S else "hours, and most trials may exceed their time limit"
@@ -83,13 +83,9 @@ def usual_pair(what: ProblemOptions, hardware: Hardware) -> list[Problem]:
 
 
 def missed(
-    what: ProblemOptions,
-    deployed: DeployOptions,
-    how: SearchOptions,
-    where: MachineOptions,
-    hardware: Hardware,
+    what: ProblemOptions, deployed: DeployOptions, how: SearchOptions, where: MachineOptions, hardware: Hardware,
     settings: Settings,
-) -> list[Job]:
+) -> list[Job]:  # fmt: skip
     """The problems that programs on this hardware looked up without success, each with its conditions, most frequent first."""
     conflicting = {"op": what.op, "shapes": how.shapes, **what.given}
     conflicting |= {"mode": deployed.mode, "l2": deployed.l2, "skew": deployed.skew}

@@ -32,8 +32,9 @@ LONGEST = 60
 LARGEST_HEAD = 256
 """The most elements of a head that Flash Decode supports."""
 Layers = Iterator["Linear"]
-WRAPPERS = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Keys under which a model of several media has the config of its text model, which may be wrapped again."""
+_TABLES = tomllib.loads((Path(__file__).parents[1] / "templates/families.toml").read_text())
+NAMES, KEYS = _TABLES["names"], _TABLES["keys"]
+"""Other keys of a size, and keys by what they say."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,9 @@ def read_architecture(path: Path, ranks: int, *, split: bool = False, train: boo
 def architecture_of(
     config: Mapping[str, Any], ranks: int, *, split: bool = False, train: bool = False, whose: str = "the config"
 ) -> Architecture:
-    """See `read_architecture`."""
+    """As `read_architecture`; messages say `whose` config it is."""
     configs = [config]
-    while text := next((part for name in WRAPPERS if isinstance(part := configs[0].get(name), Mapping)), None):
+    while text := next((part for name in KEYS["wrappers"] if isinstance(part := configs[0].get(name), Mapping)), None):
         configs.insert(0, text)
     family, layout = _family(configs, whose)
     sizes = Sizes(configs, ranks, layout, whose)
@@ -238,27 +239,6 @@ class Family:
     """Sizes that a text model inside another config may leave out, as transformers has them."""
 
 
-NAMES: dict[str, tuple[str, ...]] = {
-    "hidden_size": ("n_embd", "d_model"),
-    "num_attention_heads": ("n_head", "n_heads"),
-    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "attn_config.kv_n_heads"),
-    "intermediate_size": ("ffn_hidden_size", "n_inner", "ffn_dim"),
-    "vocab_size": ("padded_vocab_size",),
-    "prefix_dense_intermediate_size": ("intermediate_size",),
-    "moe_intermediate_size": ("expert_hidden_dim",),
-}
-"""Other keys of a size."""
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts")
-SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
-SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-DENSE_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-"""Keys with the number of layers before the first with experts."""
-STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "moe_layer_freq")
-"""Keys with the distance of two layers with experts."""
-SIDE_BY_SIDE = ("parallel_attn", "new_decoder_architecture", "use_parallel_residual")
-"""Keys of a model that adds the outputs of attention and MLP."""
-
-
 class Sizes:
     """The sizes of a model, each checked when it is asked for.
 
@@ -295,7 +275,6 @@ class Sizes:
         return value
 
     def own(self, name: str, value: int) -> int:
-        """The part of one rank."""
         if value % self.ranks:
             raise UsageError(f"{self.named} has {name} {value} on {self.ranks} ranks, which must divide it: give another --tp")
         return value // self.ranks
@@ -323,18 +302,17 @@ class Sizes:
 
     @property
     def inner(self) -> int:
-        """The width of a dense MLP."""
         return self.whole(self.family.dense, self.family.widening and self.family.widening * self.hidden)
 
     @property
     def side_by_side(self) -> bool:
         """Whether attention and MLP have the same input, and their outputs are added."""
-        return any(self.config.get(name) is True for name in SIDE_BY_SIDE)
+        return any(self.config.get(name) is True for name in KEYS["side_by_side"])
 
     @property
     def experts(self) -> int:
         """Routed experts; 0 in a dense model."""
-        return max(self.whole(name, 0) for name in EXPERTS)
+        return max(self.whole(name, 0) for name in KEYS["experts"])
 
     @property
     def has_dense_layers(self) -> bool:
@@ -343,8 +321,8 @@ class Sizes:
         return (
             not self.experts
             or self.family.always_dense
-            or any(self.whole(name, 0) for name in DENSE_LAYERS)
-            or any(self.whole(name, 1) > 1 for name in STEPS)
+            or any(self.whole(name, 0) for name in KEYS["dense_layers"])
+            or any(self.whole(name, 1) > 1 for name in KEYS["steps"])
             or bool(self.config.get("mlp_only_layers"))
             or (isinstance(kinds, list) and "dense" in kinds)
         )
@@ -352,9 +330,9 @@ class Sizes:
     @property
     def shared_width(self) -> int:
         """The width of the shared experts together; 0 if there are none."""
-        if whole := max(self.whole(name, 0) for name in SHARED_WIDTHS):
+        if whole := max(self.whole(name, 0) for name in KEYS["shared_widths"]):
             return whole
-        shared = max(self.family.shared, *(self.whole(name, 0) for name in SHARED_EXPERTS)) if self.experts else 0
+        shared = max(self.family.shared, *(self.whole(name, 0) for name in KEYS["shared_experts"])) if self.experts else 0
         own = "moe_shared_expert_intermediate_size"
         return shared * self.whole(self.family.expert if self.stated(own) is None else own) if shared else 0
 
@@ -416,7 +394,6 @@ def _mlp(sizes: Sizes, width: int, split: bool, name: str) -> Layers:
     yield Linear(f"down of the {name}", sizes.hidden, own, row=True)
 
 
-_TABLES = tomllib.loads((Path(__file__).parents[1] / "templates/families.toml").read_text())
 FAMILIES: dict[str, Family] = {
     name: Family(**{key: of[key] for key in of.keys() - {"names"}}) for of in _TABLES["family"] for name in of["names"]
 }

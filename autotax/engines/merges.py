@@ -60,17 +60,9 @@ def taken(o: Tensor, cp_group: Any, output: str, base_on_e: bool) -> bool:
 
 
 def prepare(
-    cp_group: Any,
-    heads: int,
-    head_dim: int,
-    max_tokens: int = MOST_TOKENS,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str | None = None,
-    *,
-    output: str = "head_scatter",
-    base: str = "e",
-    **more: Any,
-) -> DecodeMerge:
+    cp_group: Any, heads: int, head_dim: int, max_tokens: int = MOST_TOKENS, dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None, *, output: str = "head_scatter", base: str = "e", **more: Any,
+) -> DecodeMerge:  # fmt: skip
     """Makes the module for later calls of this shape. Collective over the group; `more` goes to DecodeMerge."""
     group = cp_group.device_group
     options = {"output": output, "base": base, "device": device, "masked": True} | more
@@ -84,7 +76,6 @@ def prepare(
 
 
 def modules_of(cp_group: Any) -> dict[Key, DecodeMerge]:
-    """The modules that were made for a group."""
     return _merges.setdefault(cp_group.device_group, {})
 
 

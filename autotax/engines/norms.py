@@ -114,14 +114,12 @@ class Pending(Tensor):
 
     @staticmethod
     def of(layer: Any, x: Tensor, product: Product, columns: int) -> Pending:
-        """The result of `product(x)`, of as many columns."""
         shape = (*x.shape[:-1], columns)
         made: Pending = Tensor._make_wrapper_subclass(Pending, shape, dtype=x.dtype, device=x.device)
         made.layer, made.input, made.product, made.computed = layer, x, product, None
         return made
 
     def value(self) -> Tensor:
-        """The product, computed once."""
         if self.computed is None:
             self.computed = self.product(self.input)
         return self.computed

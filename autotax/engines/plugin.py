@@ -48,6 +48,10 @@ class Contract:
     name: str
     parameters: tuple[str, ...]
 
+    @classmethod
+    def of(cls, module: str, name: str, parameters: str = "") -> Contract:
+        return cls(module, name, tuple(parameters.split()))
+
     def broken(self) -> str:
         """The difference of the installed framework, in a few words; empty if there is none. Imports the module."""
         member: object = importlib.import_module(self.module)

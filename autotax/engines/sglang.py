@@ -27,43 +27,36 @@ if TYPE_CHECKING:
     from autotax.engines.rows import Row, Stored
 
 _LINEAR, _SP, _DCP = "sglang.srt.layers.linear", "sglang.srt.layers.layernorm_sp", "sglang.srt.layers.dcp.comm"
-_REGISTRY = Contract(
-    "sglang.srt.plugins.hook_registry", "HookRegistry.register", ("cls", "target", "hook", "hook_type", "source")
-)
+_REGISTRY = Contract.of("sglang.srt.plugins.hook_registry", "HookRegistry.register", "cls target hook hook_type source")
 _LAYERS = (
-    Contract(_LINEAR, "RowParallelLinear.forward", ("self", "input_", "skip_all_reduce", "forward_batch", "output_tensor")),
-    Contract("sglang.srt.layers.moe.utils", "should_skip_mlp_all_reduce", ()),
-    Contract(_SP, "column_parallel_g_matmul", ("linear", "input_parallel", "bias")),
-    Contract(_SP, "row_parallel_gbar_matmul", ("linear", "input_", "bias")),
-    Contract(_SP, "sp_fused_matmul_eligible", ("linear",)),
-    Contract(_SP, "sp_num_tokens", ()),
+    Contract.of(_LINEAR, "RowParallelLinear.forward", "self input_ skip_all_reduce forward_batch output_tensor"),
+    Contract.of("sglang.srt.layers.moe.utils", "should_skip_mlp_all_reduce"),
+    Contract.of(_SP, "column_parallel_g_matmul", "linear input_parallel bias"),
+    Contract.of(_SP, "row_parallel_gbar_matmul", "linear input_ bias"),
+    Contract.of(_SP, "sp_fused_matmul_eligible", "linear"),
+    Contract.of(_SP, "sp_num_tokens"),
     _REGISTRY,
 )
+_QUANTISED = "sglang.srt.layers.quantization"
 _FP8 = (
-    Contract("sglang.srt.layers.quantization.fp8", "Fp8LinearMethod.apply", ("self", "layer", "x", "bias")),
-    Contract("sglang.srt.layers.quantization.w8a8_fp8", "W8A8Fp8LinearMethod.apply", ("self", "layer", "x", "bias")),
+    Contract.of(f"{_QUANTISED}.fp8", "Fp8LinearMethod.apply", "self layer x bias"),
+    Contract.of(f"{_QUANTISED}.w8a8_fp8", "W8A8Fp8LinearMethod.apply", "self layer x bias"),
 )
-_O_AND_LSE = ("cp_attn_out", "cp_attn_lse", "cp_group")
+_O_AND_LSE = "cp_attn_out cp_attn_lse cp_group"
 _MERGING = (
-    Contract(_DCP, "dcp_a2a_lse_reduce", (*_O_AND_LSE, "is_lse_base_on_e", "cuda_graph_buffers", "comm_backend")),
-    Contract(_DCP, "cp_lse_ag_out_rs_mha", (*_O_AND_LSE, "return_lse")),
-    Contract(_DCP, "cp_lse_ag_out_rs_mla", (*_O_AND_LSE, "ctx", "is_lse_base_on_e")),
+    Contract.of(_DCP, "dcp_a2a_lse_reduce", f"{_O_AND_LSE} is_lse_base_on_e cuda_graph_buffers comm_backend"),
+    Contract.of(_DCP, "cp_lse_ag_out_rs_mha", f"{_O_AND_LSE} return_lse"),
+    Contract.of(_DCP, "cp_lse_ag_out_rs_mla", f"{_O_AND_LSE} ctx is_lse_base_on_e"),
     _REGISTRY,
 )
 _NORM, _FUSED = "sglang.srt.layers.layernorm", "sglang.kernels.ops.communication.all_reduce_fusion"
 _NORMING = (
-    Contract(
-        _NORM,
-        "_forward_with_allreduce_fusion",
-        ("norm_module", "x", "residual", "post_residual_addition", "weight", "use_attn_tp_group"),
+    Contract.of(
+        _NORM, "_forward_with_allreduce_fusion", "norm_module x residual post_residual_addition weight use_attn_tp_group"
     ),
-    Contract(
-        _FUSED,
-        "all_reduce_residual_norm",
-        (
-            "input", "residual", "norm_weight", "norm_eps", "world_size", "gemma", "residual_out", "cluster_size", "two_shot",
-            "vecs_per_thread",
-        ),
+    Contract.of(
+        _FUSED, "all_reduce_residual_norm",
+        "input residual norm_weight norm_eps world_size gemma residual_out cluster_size two_shot vecs_per_thread",
     ),
     _REGISTRY,
 )  # fmt: skip

@@ -10,11 +10,11 @@ where winners are faster. vLLM loads this module in each process, so it imports 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from autotax.engines.plugin import Contract, Part, first_broken, take, vllm_is_invariant
@@ -42,7 +42,7 @@ def _merge(output: str, original: Callable[..., Any] | None = None) -> Any:
         result, sums = merged(cp_attn_out, cp_attn_lse, cp_group, seq_lens=seq_lens, query_start_loc=query_start_loc, **options)
         return (result, sums) if return_lse else result
 
-    return functools.wraps(original)(merge) if original else merge
+    return wraps(original)(merge) if original else merge
 
 
 MERGES = {"dcp_a2a_lse_reduce": "head_scatter", "cp_lse_ag_out_rs": "head_scatter", "cp_lse_ag_out_ar": "replicated"}
@@ -52,71 +52,53 @@ dcp_a2a_lse_reduce, cp_lse_ag_out_rs, cp_lse_ag_out_ar = map(_merge, MERGES.valu
 
 # The plugin.
 
-_LINEAR, _DCP = "vllm.model_executor.layers.linear", "vllm.v1.attention.ops.dcp"
-_MERGE = (
-    "cp_attn_out", "cp_attn_lse", "cp_group", "ctx", "return_lse", "is_lse_base_on_e", "seq_lens", "query_start_loc",
-)  # fmt: skip
+_LAYERS, _DCP, _PARALLEL = "vllm.model_executor.layers", "vllm.v1.attention.ops.dcp", "vllm.distributed.parallel_state"
+_LINEAR, _QUANTISED = f"{_LAYERS}.linear", f"{_LAYERS}.quantization"
+_HASHING = Contract.of("vllm.config.vllm", "VllmConfig.compute_hash", "self include_version")
 _ROW_PARALLEL = (
-    Contract(_LINEAR, "RowParallelLinear.forward", ("self", "input_")),
-    Contract(
-        _LINEAR,
-        "RowParallelLinear.__init__",
-        (
-            "self", "input_size", "output_size", "bias", "input_is_parallel", "skip_bias_add", "params_dtype", "reduce_results",
-            "quant_config", "prefix", "return_bias", "disable_tp",
-        ),
+    Contract.of(_LINEAR, "RowParallelLinear.forward", "self input_"),
+    Contract.of(
+        _LINEAR, "RowParallelLinear.__init__",
+        "self input_size output_size bias input_is_parallel skip_bias_add params_dtype reduce_results quant_config prefix "
+        "return_bias disable_tp",
     ),
-    Contract(_LINEAR, "UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")),
-    Contract("vllm.model_executor.custom_op", "PluggableLayer.register_oot", ("cls", "_decorated_layer_cls", "name")),
-    Contract("vllm.distributed.parallel_state", "get_tp_group", ()),
-    Contract("vllm.distributed.parallel_state", "GroupCoordinator.all_reduce", ("self", "input_")),
+    Contract.of(_LINEAR, "UnquantizedLinearMethod.apply", "self layer x bias"),
+    Contract.of("vllm.model_executor.custom_op", "PluggableLayer.register_oot", "cls _decorated_layer_cls name"),
+    Contract.of(_PARALLEL, "get_tp_group"),
+    Contract.of(_PARALLEL, "GroupCoordinator.all_reduce", "self input_"),
+    _HASHING,
 )  # fmt: skip
-_QUANTISED = "vllm.model_executor.layers.quantization"
 _FP8 = (
-    Contract(f"{_QUANTISED}.fp8", "Fp8LinearMethod.apply", ("self", "layer", "x", "bias")),
-    Contract(f"{_QUANTISED}.fp8", "Fp8LinearMethod.process_weights_after_loading", ("self", "layer")),
-    Contract(f"{_QUANTISED}.input_quant_fp8", "QuantFP8.forward_native", ("self", "x", "scale", "scale_ub", "use_triton")),
+    Contract.of(f"{_QUANTISED}.fp8", "Fp8LinearMethod.apply", "self layer x bias"),
+    Contract.of(f"{_QUANTISED}.fp8", "Fp8LinearMethod.process_weights_after_loading", "self layer"),
+    Contract.of(f"{_QUANTISED}.input_quant_fp8", "QuantFP8.forward_native", "self x scale scale_ub use_triton"),
 )
-_MERGING = tuple(Contract(_DCP, name, _MERGE) for name in MERGES)
+_MERGE = "cp_attn_out cp_attn_lse cp_group ctx return_lse is_lse_base_on_e seq_lens query_start_loc"
+_MERGING = tuple(Contract.of(_DCP, name, _MERGE) for name in MERGES)
 _EAGER = {
-    "vllm.models.common.ops.fused_allreduce_rms_norm": ("fused_allreduce_rms_norm", 0),
-    "vllm.model_executor.layers.fused_allreduce_gemma_rms_norm": ("fused_allreduce_gemma_rms_norm", 1),
+    Contract.of("vllm.models.common.ops.fused_allreduce_rms_norm", "fused_allreduce_rms_norm", "hidden_states residual norm"): 0,
+    Contract.of(f"{_LAYERS}.fused_allreduce_gemma_rms_norm", "fused_allreduce_gemma_rms_norm", "hidden_states residual norm"): 1,
 }
-"""Modules of functions that eager models call, each with the function and the offset of its norm's weight."""
-_NORMING = {
-    module: Contract(module, name, ("hidden_states", "residual", "norm")) for module, (name, _) in _EAGER.items()
-}
-_FUSION, _FUSED = "vllm.compilation.passes.fusion.allreduce_rms_fusion", "call_trtllm_fused_allreduce_norm"
-_FUSING = Contract(
-    _FUSION,
-    _FUSED,
-    (
-        "allreduce_in", "residual", "rms_gamma", "rms_eps", "world_size", "launch_with_pdl", "fp32_acc", "max_token_num",
-        "pattern_code", "norm_out", "quant_out", "scale_out", "scale_factor", "weight_bias",
-    ),
+"""Functions that eager models call, each with the offset of its norm's weight."""
+_FUSING = Contract.of(
+    "vllm.compilation.passes.fusion.allreduce_rms_fusion", "call_trtllm_fused_allreduce_norm",
+    "allreduce_in residual rms_gamma rms_eps world_size launch_with_pdl fp32_acc max_token_num pattern_code norm_out quant_out "
+    "scale_out scale_factor weight_bias",
 )  # fmt: skip
-_HASHING = Contract("vllm.config.vllm", "VllmConfig.compute_hash", ("self", "include_version"))
+CONTRACTS = (*_ROW_PARALLEL[:-1], *_FP8, *_MERGING, *_EAGER, _FUSING, _HASHING)
 _library: Any = None
 """Holds our implementation of vLLM's fused operator."""
-CONTRACTS = (*_ROW_PARALLEL, *_FP8, *_MERGING, *_NORMING.values(), _FUSING, _HASHING)
 
 
 def register() -> None:
     """The entry point in each process of vLLM. Never raises: a part that differs in vLLM stays as it is, with one line."""
-    layers = Part("row-parallel layers", (*_ROW_PARALLEL, _HASHING), _replace_layer)
-    if vllm_is_invariant():
-        take("vLLM", (layers,))
-        return
-    eager = [
-        Part(name, (_NORMING[module],), functools.partial(_wrap, module, name, functools.partial(_tuned_norm, offset)))
-        for module, (name, offset) in _EAGER.items()
-    ]
-    parts = (
-        layers,
-        Part("decode merges", _MERGING, _wrap_merges),
-        *eager,
-        Part("compiled norms", (_FUSING,), _replace_fused_norm),
-    )
+    parts = [Part("row-parallel layers", _ROW_PARALLEL, _replace_layer)]
+    if not vllm_is_invariant():
+        parts.append(Part("decode merges", _MERGING, _wrap_merges))
+        for norm, offset in _EAGER.items():
+            install = partial(_wrap, norm.module, norm.name, partial(_tuned_norm, offset))
+            parts.append(Part(norm.name, (norm,), install))
+        parts.append(Part("compiled norms", (_FUSING,), _replace_fused_norm))
     take("vLLM", parts)
 
 
@@ -139,7 +121,7 @@ def _enter_key() -> None:
     if hasattr(original, "_autotax"):
         return
 
-    @functools.wraps(original)
+    @wraps(original)
     def compute_hash(self: Any, include_version: bool = True) -> str:
         from autotax.engines.thresholds import fingerprint
 
@@ -153,7 +135,7 @@ def _enter_key() -> None:
 
 def _wrap_merges() -> None:
     for name, output in MERGES.items():
-        _wrap(_DCP, name, functools.partial(_merge, output))
+        _wrap(_DCP, name, partial(_merge, output))
 
 
 def _wrap(module: str, name: str, wrapper: Any) -> None:
@@ -184,7 +166,7 @@ def _normed(x: Tensor, residual: Tensor, weight: Tensor, eps: float, **more: Any
 def _tuned_norm(offset: int, original: Any) -> Any:
     """A function of vLLM that sums the partial results of layers with `reduce_results=False`, adds a residual and norms."""
 
-    @functools.wraps(original)
+    @wraps(original)
     def call(hidden_states: Any, residual: Any, norm: Any) -> Any:
         from vllm.distributed.parallel_state import get_tp_group
 
@@ -210,7 +192,7 @@ def _replace_fused_norm() -> None:
     global _library
     if _library is not None:
         return
-    original = getattr(importlib.import_module(_FUSION), _FUSED)
+    original = getattr(importlib.import_module(_FUSING.module), _FUSING.name)
     key = "CUDA" if torch.cuda.is_available() else "CPU"
     _library = torch.library.Library("vllm", "IMPL")
     _library.impl("flashinfer_trtllm_fused_allreduce_norm", _tuned_fused_norm(original), key, allow_override=True)
@@ -219,7 +201,7 @@ def _replace_fused_norm() -> None:
 def _tuned_fused_norm(original: Any) -> Any:
     """vLLM's operator: FlashInfer's fused kernel, or ours where it is taken. Both write the same tensors."""
 
-    @functools.wraps(original)
+    @wraps(original)
     def call_trtllm_fused_allreduce_norm(
         allreduce_in: Any, residual: Any, rms_gamma: Any, rms_eps: float, world_size: int, launch_with_pdl: bool,
         fp32_acc: bool, max_token_num: int, pattern_code: int, norm_out: Any = None, quant_out: Any = None,
@@ -309,7 +291,7 @@ def _follow_weight(method: Any, stored: Stored, result: Any, group: Any, name: s
 
     process = method.process_weights_after_loading
 
-    @functools.wraps(process)
+    @wraps(process)
     def processed(layer: Any) -> None:
         process(layer)
         k = layer.input_size_per_partition

@@ -120,7 +120,6 @@ def _shorter(number: re.Match[str]) -> str:
 
 
 def _round(element: ElementTree.Element, radius: str) -> None:
-    """Turns a path that draws a circle into a circle element."""
     del element.attrib["d"]
     element.tag = f"{{{NAMESPACE}}}circle"
     element.set("r", radius)

@@ -99,7 +99,6 @@ def of_winner(winner: WinnerRecord, stale: str) -> Document:
 
 
 def flat_winner(winner: WinnerRecord, stale: str) -> Document:
-    """One row of a list of winners."""
     return {
         "problem": winner.problem.key,
         "device": str(winner.hardware),
@@ -114,7 +113,6 @@ def flat_winner(winner: WinnerRecord, stale: str) -> Document:
 
 
 def flat_trial(trial: TrialRecord) -> Document:
-    """One row of a list of trials."""
     conditions = Conditions.from_dict(trial.conditions)
     return {
         "run": trial.run_id,

@@ -252,7 +252,6 @@ def config_text(config: Config) -> Text:
 
 
 def labelled(min_width: int | None = None, **more: Any) -> Table:
-    """A grid of labels and facts."""
     lines = Table.grid(padding=(0, 2))
     lines.add_column(style="dim", no_wrap=True, min_width=min_width)
     lines.add_column(**{"overflow": "fold"} | more)

@@ -205,7 +205,6 @@ def _winner_line(tuned: TunedProblem) -> list[str | Cell]:
 
 
 def _search(tuned: TunedProblem) -> dict[str, Any]:
-    """How the trials of a problem went."""
     trials = tuned.searched
     lines = [_variant_line(variant, trials) for variant in sorted({trial.config.variant for trial in trials})]
     failed = Counter((t.status, summary(t.error or "")[:REASON]) for t in trials if not t.verified)
@@ -262,7 +261,6 @@ def _of_heading(document: Document) -> str:
 
 
 def _tuned_row(document: Document) -> Document:
-    """The row of the tuned config if it was verified."""
     return next((row for row in document["rows"] if row["name"] == TUNED and row["verified"]), {})
 
 

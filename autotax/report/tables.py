@@ -272,7 +272,6 @@ def means(compared: Sequence[Comparison]) -> Table | Text:
 
 
 def _distance(compared: Comparison) -> str:
-    """How far the tuned config is from its bound."""
     bound, us, part = bounds.bound_of(compared), bounds.tuned_us(compared), registry.of(compared.problem).part
     if bound is None:
         return f"{part.row} is {part.part}: a bound" if part and compared.row(part.row) else ""
@@ -365,7 +364,6 @@ def _stamped(traced: Timeline) -> Table:
 
 
 def answer(problem: Problem, hardware: Hardware, answer_: Answer) -> Table:
-    """The config that the run-time library would use, and why."""
     table = grid(title(problem), place(hardware), header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")

@@ -122,7 +122,6 @@ def won_back(document: Document) -> float | None:
 
 
 def _verified(document: Document) -> dict[str, float]:
-    """The latency of each verified row."""
     return {row["name"]: row["latency_us"] for row in document["rows"] if row["verified"] and row["latency_us"] is not None}
 
 
@@ -179,7 +178,6 @@ class Bound:
 
     @property
     def us(self) -> float:
-        """The greatest bound."""
         return max(self.parts.values())
 
 
@@ -192,7 +190,6 @@ def known_us(comparison: Comparison) -> dict[str, float]:
 
 
 def _fastest_us(comparison: Comparison) -> float:
-    """The least latency of the verified rows that do all of the work."""
     part = registry.of(comparison.problem).part
     whole = [row for row in comparison.rows if row.measurement.verified and not (part and row.name == part.row)]
     return min((row.measurement.latency_us or math.inf for row in whole), default=math.inf)

@@ -86,7 +86,6 @@ def _keeps_bits(call: Any) -> bool:
 
 
 def with_rows(problem: Problem, rows: int) -> Problem:
-    """The same problem with another number of rows."""
     return replace(problem, m=rows)  # type: ignore[call-arg]
 
 
@@ -126,7 +125,6 @@ class Plan:
         """Records a miss when a call finds no winner."""
 
     def run(self, device: torch.device, *operands: Any) -> Any:
-        """The results of the kernel."""
         with on_device(device.index), self.calls:
             return self.asked.run(self.kernel, *operands)
 
@@ -179,7 +177,6 @@ class GroupPlans:
         return kernel and Plan(count_of(operator, shapes, str(kernel.config)), call, kernel, calls=self.calls)
 
     def left(self, operator: str, shapes: str, reason: str, missed: Callable[[], object] | None = None) -> Plan:
-        """A plan that leaves calls to torch."""
         return Plan(count_of(operator, shapes, TORCH, reason), missed=missed)
 
     def _decide(self, operator: str, shapes: str, read: Callable[[int], Any]) -> Plan:
@@ -343,12 +340,10 @@ class Status:
 
     @property
     def taken(self) -> int:
-        """Calls that tuned kernels ran."""
         return sum(call.calls for call in self.calls if call.taken)
 
     @property
     def left(self) -> int:
-        """Calls that were left to torch."""
         return sum(call.calls for call in self.calls if not call.taken)
 
     def __str__(self) -> str:
@@ -363,7 +358,6 @@ _operators: dict[str, str] = {}
 
 
 def count_of(operator: str, call: str, runs: str, reason: str = "") -> CallStatus:
-    """The counter of one kind of call."""
     return _counts.setdefault((operator, call, runs, reason), CallStatus(operator, call, runs, reason))
 
 

@@ -93,7 +93,6 @@ class ScaledGatherCall(Call):
         cls, a: Tensor, bs: Sequence[Tensor], scale_a: Tensor, scales_b: Sequence[Tensor], gather_dim: int, ranks: int,
         more: Sequence[tuple[torch.dtype | None, object, object]],
     ) -> ScaledGatherCall:  # fmt: skip
-        """Raises NotTaken."""
         if gather_dim or not bs:
             raise NotTaken("another dimension than the first is gathered")
         names = [_require(a, b, scale, *some) for b, scale, some in zip(bs, scales_b, more, strict=True)]
@@ -148,7 +147,6 @@ class ScaledScatterCall(Call):
         cls, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, reduce_op: str, dims: tuple[int, int], ranks: int,
         more: tuple[torch.dtype | None, object, object],
     ) -> ScaledScatterCall:  # fmt: skip
-        """Raises NotTaken."""
         name = _require(a, b, scale_b, *more)
         rows = math.prod(a.shape[:-1])
         if dims != (0, 0) or reduce_op not in ("sum", "avg") or rows % ranks or a.shape[-1] != b.shape[0]:
@@ -181,7 +179,6 @@ class QuantisedCall(Call):
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor, quantize: str, collective: str, ranks: int) -> QuantisedCall:
-        """Raises NotTaken."""
         if a.dtype not in RESULTS or not a.numel():
             raise NotTaken(f"A is {a.dtype} {list(a.shape)}; kernels quantise {', '.join(map(str, RESULTS))}")
         if collective == REDUCE_SCATTER and a.shape[0] % ranks:
@@ -201,7 +198,6 @@ class QuantisedCall(Call):
             raise NotTaken("a product and a collective one after another are the fastest")
 
     def run(self, kernel: Any, a: Tensor, b: Tensor, scale_a: Tensor | None, scales_b: Tensor) -> Tensor:
-        """Runs the kernel. The result is contiguous."""
         problem = self.problem
         rows = problem.m if isinstance(problem, AllGatherGemm) else problem.out_rows
         x, out = ready(a.reshape(-1, problem.k)), a.new_empty(rows, problem.n)
@@ -282,7 +278,6 @@ def quantised_matmul(
 
 
 def meta_of_quantised_matmul(A: Tensor, B: Tensor, *more: Any) -> Tensor:
-    """The shape of the result."""
     *_, collective, group_name = more
     ranks, first = dist.distributed_c10d._resolve_process_group(group_name).size(), A.shape[0]
     rows = {ALL_GATHER: first * ranks, REDUCE_SCATTER: first // ranks, ALL_REDUCE: first}[collective]

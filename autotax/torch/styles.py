@@ -36,7 +36,6 @@ def _require_last() -> None:
 
 
 def _rows(tensor: Tensor, dim: int) -> Tensor:
-    """Returns a matrix of rows; dimension `dim` becomes the slowest one."""
     return tensor.movedim(dim, 0).reshape(-1, tensor.shape[-1])
 
 

@@ -35,7 +35,7 @@ REFUSED_BY_TORCH = "torch says what is wrong with these arguments"
 
 
 class Call:
-    """One kind of call."""
+    """One kind of call. `of` makes it from the arguments, or raises NotTaken; `run` runs a kernel and returns the results."""
 
     def require(self, kernel: Any) -> None:
         """Raises NotTaken if `kernel` cannot serve this call."""
@@ -53,7 +53,6 @@ class GatherCall(Call):
 
     @classmethod
     def of(cls, a: Tensor, bs: Sequence[Tensor], gather_dim: int, ranks: int, *, return_a: bool) -> GatherCall:
-        """Raises NotTaken."""
         if a.dim() < 2 or not bs or not 0 <= gather_dim < a.dim():
             raise NotTaken(REFUSED_BY_TORCH)
         last = gather_dim == a.dim() - 1
@@ -112,7 +111,6 @@ class ScatterCall(Call):
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, ranks: int) -> ScatterCall:
-        """Raises NotTaken."""
         if a.dim() < 2 or b.dim() != 2 or a.shape[-1] != b.shape[0] or reduce_op not in ("sum", "avg"):
             raise NotTaken(REFUSED_BY_TORCH)
         if not 0 <= scatter_dim < a.dim():
@@ -121,16 +119,9 @@ class ScatterCall(Call):
             raise NotTaken("columns are scattered, and kernels scatter rows")
         if a.shape[scatter_dim] % ranks:
             raise NotTaken(REFUSED_BY_TORCH)
-        _require_types(a, b)
-        layout = layout_of(b)
-        if layout is None:
-            raise NotTaken(_LAYOUT)
-        rows = math.prod(a.shape[:-1])
-        problem = GemmReduceScatter(rows, b.shape[1], b.shape[0], DTYPES[a.dtype], "scattered", ranks, layout)
-        return cls(problem, scatter_dim, reduce_op == "avg")
+        return cls(_summed(a, b, "scattered", ranks), scatter_dim, reduce_op == "avg")
 
     def run(self, kernel: Any, a: Tensor, b: Tensor) -> Tensor:
-        """Runs the kernel. The result is contiguous, like torch's."""
         dim, problem = self.scatter_dim, self.problem
         moved = a.movedim(dim, 0) if dim else a
         x = ready(a if a.dim() == 2 else moved.reshape(-1, problem.k))
@@ -153,16 +144,9 @@ class ReduceCall(Call):
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor, ranks: int, batch_invariant: bool = False) -> ReduceCall:
-        """Raises NotTaken."""
         if not a.dim() or b.dim() != 2 or a.shape[-1] != b.shape[0]:
             raise NotTaken(REFUSED_BY_TORCH)
-        _require_types(a, b)
-        layout = layout_of(b)
-        if layout is None:
-            raise NotTaken(_LAYOUT)
-        rows = math.prod(a.shape[:-1])
-        problem = GemmReduceScatter(rows, b.shape[1], b.shape[0], DTYPES[a.dtype], "replicated", ranks, layout)
-        return cls(problem, batch_invariant)
+        return cls(_summed(a, b, "replicated", ranks), batch_invariant)
 
     def require(self, kernel: Any) -> None:
         # The caller itself runs a separate product and all-reduce.
@@ -170,12 +154,19 @@ class ReduceCall(Call):
             raise NotTaken("a product and then an all-reduce are the fastest")
 
     def run(self, kernel: Any, a: Tensor, b: Tensor) -> Tensor:
-        """Runs the kernel. The result is contiguous."""
         problem = self.problem
         x = ready(a.reshape(-1, problem.k))
         out = x.new_empty(problem.m, problem.n)
         kernel(x, aligned(b.t() if problem.weight == "nk" else b), out)
         return out.view(*a.shape[:-1], problem.n)
+
+
+def _summed(a: Tensor, b: Tensor, output: str, ranks: int) -> GemmReduceScatter:
+    """The problem of a sum of products over the ranks. Raises NotTaken."""
+    _require_types(a, b)
+    if (layout := layout_of(b)) is None:
+        raise NotTaken(_LAYOUT)
+    return GemmReduceScatter(math.prod(a.shape[:-1]), b.shape[1], b.shape[0], DTYPES[a.dtype], output, ranks, layout)
 
 
 def _require_types(a: Tensor, *bs: Tensor) -> None:
@@ -268,13 +259,11 @@ _all_reduces: dict[str, Callable[[Tensor], Tensor]] = {}
 def torch_all_gather_matmul(
     a: Tensor, bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Torch's symm_mem::fused_all_gather_matmul."""
     run = torch_symm_mem._fused_all_gather_matmul if a.is_cuda else torch_symm_mem._fused_all_gather_matmul_fallback
     return run(a, bs, gather_dim, group_name, return_A=return_A)  # type: ignore[arg-type]
 
 
 def torch_matmul_reduce_scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
-    """Torch's symm_mem::fused_matmul_reduce_scatter."""
     if a.is_cuda:
         return torch_symm_mem._fused_matmul_reduce_scatter(a, b, reduce_op, scatter_dim, group_name)  # type: ignore[arg-type]
     if reduce_op not in ("sum", "avg"):
