@@ -57,24 +57,11 @@ def check(problems: Sequence[Problem], hardware: Hardware) -> None:
 
 
 def tune(
-    problem: Problem,
-    *,
-    trials: int | None = None,
-    effort: str | None = None,
-    timeout_s: float | None = None,
-    variants: Sequence[str] | None = None,
-    conditions: Conditions | None = None,
-    sampler: str | None = None,
-    seed: int = 0,
-    paired: bool = False,
-    soak: int | None = None,
-    resume: bool = True,
-    db: str | Path | None = None,
-    backend: str | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
-    on_notice: Callable[[str], None] | None = None,
-    progress: bool = False,
-) -> Verdict:
+    problem: Problem, *, trials: int | None = None, effort: str | None = None, timeout_s: float | None = None,
+    variants: Sequence[str] | None = None, conditions: Conditions | None = None, sampler: str | None = None, seed: int = 0,
+    paired: bool = False, soak: int | None = None, resume: bool = True, db: str | Path | None = None, backend: str | None = None,
+    on_progress: Callable[[Progress], None] | None = None, on_notice: Callable[[str], None] | None = None, progress: bool = False,
+) -> Verdict:  # fmt: skip
     """Finds, proves and stores the fastest config of a problem: `autotax tune`.
 
     `effort` (quick, normal or full) sets the most trials, and the expected gain at which a search by the sampler `gp` ends early.
@@ -157,16 +144,10 @@ class Refreshed:
 
 
 def refresh(
-    problems: Problem | Sequence[Problem] | None = None,
-    *,
-    everything: bool = False,
-    conditions: Conditions | None = None,
-    soak: int | None = None,
-    timeout_s: float | None = None,
-    db: str | Path | None = None,
-    backend: str | None = None,
+    problems: Problem | Sequence[Problem] | None = None, *, everything: bool = False, conditions: Conditions | None = None,
+    soak: int | None = None, timeout_s: float | None = None, db: str | Path | None = None, backend: str | None = None,
     on_notice: Callable[[str], None] | None = None,
-) -> list[Refreshed]:
+) -> list[Refreshed]:  # fmt: skip
     """Proves stale winners again after a change of software: `autotax refresh`. A few seconds for each problem.
 
     Candidates are your winners and the shipped ones that were measured on devices like these. Each is verified, soaked and
@@ -256,14 +237,9 @@ def trials(problem: Problem | None = None, *, status: str | None = None, db: str
 
 
 def compare(
-    problem: Problem,
-    *,
-    every_variant: bool = False,
-    conditions: Conditions | None = None,
-    timeout_s: float | None = None,
-    db: str | Path | None = None,
-    backend: str | None = None,
-) -> Comparison:
+    problem: Problem, *, every_variant: bool = False, conditions: Conditions | None = None, timeout_s: float | None = None,
+    db: str | Path | None = None, backend: str | None = None,
+) -> Comparison:  # fmt: skip
     """Measures the tuned config, BSP and the operator's peers in one interleaved and verified run: `autotax compare`.
 
     `timeout_s` limits the seconds, the start of the ranks included. If it comes first, the comparison has no rows, and `error`
@@ -300,18 +276,11 @@ def compare_on(
 
 
 def tune_callable(
-    make: Callable[[Mapping[str, Value], Context], Callable[..., Any]],
-    *,
-    tunables: Mapping[str, Sequence[Value]],
-    inputs: Callable[[Draw], Call],
-    reference: Callable[[Sequence[Call], int], Tensor],
-    baseline: Callable[[Context], Callable[..., Any]],
-    name: str | None = None,
-    dtype: str = "bf16",
-    world_size: int | None = None,
-    backend: str | None = None,
-    **settings: Any,
-) -> Verdict:
+    make: Callable[[Mapping[str, Value], Context], Callable[..., Any]], *, tunables: Mapping[str, Sequence[Value]],
+    inputs: Callable[[Draw], Call], reference: Callable[[Sequence[Call], int], Tensor],
+    baseline: Callable[[Context], Callable[..., Any]], name: str | None = None, dtype: str = "bf16",
+    world_size: int | None = None, backend: str | None = None, **settings: Any,
+) -> Verdict:  # fmt: skip
     """Tunes one function of yours, without declaring an operator. Figures, proofs and the database are those of `tune`.
 
     - `make(params, context)` runs on every rank and returns a callable that takes the inputs and the output. The call of `make`

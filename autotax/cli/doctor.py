@@ -19,10 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import typer
-
 from autotax.cli.messages import say
-from autotax.cli.options import MachineOptions, one_of
+from autotax.cli.options import MachineOptions, one_of, word
 from autotax.core.errors import MachineError, UsageError
 from autotax.core.files import refuse_unwritable, write_whole
 from autotax.hardware import (
@@ -335,12 +333,7 @@ class DoctorOptions:
 
     report: Annotated[
         Path | None,
-        typer.Option(
-            "--report",
-            help="Also run ranks and trials, for minutes at most, and write all that a developer needs to this JSON file.",
-            metavar="FILE",
-            show_default=False,
-        ),
+        word("Also run ranks and trials, for minutes at most, and write all that a developer needs to this JSON file.", "FILE"),
     ] = None
 
     def check(self) -> None:
@@ -358,8 +351,7 @@ def doctor(onto: DoctorOptions, where: MachineOptions) -> int:
         report = field_report.collect(where.backend, _documents(checks))
         write_whole(onto.report, json.dumps(report, indent=2) + "\n")
         say(f"wrote {onto.report}: read it, then send it to the developers")
-    where.document(lambda: _documents(checks), ok=usable(checks))
-    return 0 if usable(checks) else 1
+    return where.answer(None, lambda: _documents(checks), ok=usable(checks))
 
 
 def _table(checks: Sequence[Check]) -> Table:

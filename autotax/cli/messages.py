@@ -29,8 +29,6 @@ class Failed(Exception):
 
 
 class Interrupted(Failed):
-    """Ctrl-C or a signal ended the command."""
-
     code = INTERRUPTED
 
 

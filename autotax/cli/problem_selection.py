@@ -11,6 +11,7 @@ from autotax.cli.messages import say
 from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flags, spelled
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, with_world_size
+from autotax.operators import of as operator_of
 from autotax.operators import operators
 from autotax.operators.problem_files import read_shapes
 
@@ -50,16 +51,12 @@ def check(problems: Sequence[Problem], hardware: Hardware) -> None:
 
 def expected_on_cpu(problem: Problem, trials: int) -> float:
     """Estimated seconds of CPU ranks for a problem, from its size relative to its operator's example."""
-    from autotax.operators import of as operator_of
-
     example = operator_of(problem).examples.get(False)
     return trials * CPU_TRIAL_S * (max(1.0, problem.nbytes / (CPU_FREE * example.nbytes)) if example else 1.0)
 
 
 def warn_of_slow_ranks(problem: Problem, hardware: Hardware, trials: int) -> None:
     """Warns if CPU ranks will take longer than a minute for a problem, and suggests a small one."""
-    from autotax.operators import of as operator_of
-
     example = operator_of(problem).examples.get(False)
     if hardware.on_gpu or example is None:
         return

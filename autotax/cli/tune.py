@@ -40,6 +40,7 @@ from autotax.core.errors import UsageError
 from autotax.core.problem import MAX_WORLD_SIZE, Problem
 from autotax.engines.architectures import ASKED, Architecture, asked_by, read_architecture, tokens_of
 from autotax.hardware import absent
+from autotax.operators import of as operator_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -237,8 +238,6 @@ def _show(verdict: Verdict, store: Store, where: MachineOptions, resumed: bool) 
 
 def _must_work(verdict: Verdict, variants: Sequence[str]) -> list[str]:
     """The variants that failed in all trials, if they come from outside the package or were named."""
-    from autotax.operators import of as operator_of
-
     declared = operator_of(verdict.problem).variants
     failed = [failed.variant for failed in verdict.failed if failed.variant in declared]
     return [name for name in failed if name in variants or not declared[name].module.startswith("autotax.")]

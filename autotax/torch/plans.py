@@ -108,21 +108,16 @@ class Deployment:
     prove: bool | float = False
 
 
+@dataclass(slots=True)
 class Plan:
     """The implementation of one kind of call: a kernel, or torch where `kernel` is None."""
 
-    __slots__ = ("asked", "calls", "count", "kernel", "missed")
-
-    def __init__(
-        self, count: CallStatus, asked: Any = None, kernel: Any = None, missed: Callable[[], object] | None = None,
-        calls: GroupCalls | None = None,
-    ) -> None:  # fmt: skip
-        self.calls = calls or GroupCalls()
-        self.count = count
-        self.asked = asked
-        self.kernel = kernel
-        self.missed = missed
-        """Records a miss when a call finds no winner."""
+    count: CallStatus
+    asked: Any = None
+    kernel: Any = None
+    missed: Callable[[], object] | None = None
+    """Records a miss when a call finds no winner."""
+    calls: GroupCalls = field(default_factory=GroupCalls)
 
     def run(self, device: torch.device, *operands: Any) -> Any:
         with on_device(device.index), self.calls:
@@ -140,11 +135,8 @@ class GroupPlans:
     """The plans of one group on one device."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, settings: Deployment) -> None:
-        self.group = group
-        self.device = device
-        self.settings = settings
-        self.ranks = group.size()
-        self.calls = GroupCalls.of(group)
+        self.group, self.device, self.settings = group, device, settings
+        self.ranks, self.calls = group.size(), GroupCalls.of(group)
         self.invariant_rows = INVARIANT_ROWS
         self.known: dict[Key, Plan] = {}
         self._prepared: dict[tuple[Problem, bool], BucketKernels | str] = {}
