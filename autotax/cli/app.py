@@ -100,43 +100,6 @@ def options_of(group: Any, op: str | None = None) -> Options:
     return {field.name: (hints[field.name], field.default) for field in fields(group)}
 
 
-def make_app(
-    commands: Mapping[str, Command], families: Mapping[str, str], version: str, op: str | None = None, **about: Any
-) -> typer.Typer:
-    """The commands by name, for a command line that names the operator `op`. Typer sees the single options instead of groups.
-
-    A name of two words is a command of a family; `families` has the help of each family.
-    """
-    app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, **about)
-    app.callback()(_first_options(version))
-    parents = {"": app} | {name: typer.Typer(name=name, help=summary, add_completion=False) for name, summary in families.items()}
-    for name, command in commands.items():
-        family, _, own = name.rpartition(" ")
-        parents[family].command(own, epilog=_epilog(about["name"], name, command, op), rich_help_panel=command.panel)(
-            _flattened(name, command.run, op)
-        )
-    for family in families:
-        # A family of one command must still be named by two words.
-        parents[family].callback()(lambda: None)
-        app.add_typer(parents[family], rich_help_panel=next(c.panel for n, c in commands.items() if n.startswith(f"{family} ")))
-    return app
-
-
-def _first_options(version: str) -> Callable[..., None]:
-    def tell(requested: bool) -> None:
-        if requested:
-            print(f"autotax {version}")
-            raise typer.Exit
-
-    def first(
-        version: bool = typer.Option(False, "--version", help="Print the version and exit.", callback=tell, is_eager=True),
-    ) -> None:
-        pass
-
-    first.__annotations__ = {"version": bool, "return": None}
-    return first
-
-
 def _epilog(program: str, name: str, command: Command, op: str | None) -> str:
     apply = [example for example in command.examples if op is None or not any(f"--{name}" in example for name in MANY)]
     lines = [f"Example: {program} {example.replace(PROBLEM, example_of(op))}" for example in apply]
@@ -252,11 +215,40 @@ def heed_signals() -> None:
 
 
 def make(arguments: Sequence[str], commands: Mapping[str, Command] = COMMANDS, name: str = "autotax") -> typer.Typer:
-    """The commands for a command line. If the line names an operator, the help lists the options of that operator only."""
-    about = {"name": name, "help": ABOUT, "pretty_exceptions_enable": False}
-    families = {name: text for name, text in FAMILIES.items() if any(command.startswith(f"{name} ") for command in commands)}
+    """The commands for a command line. If the line names an operator, the help lists the options of that operator only.
+
+    A name of two words is a command of a family. Typer sees the single options instead of groups.
+    """
+    families = {name: text for name, text in FAMILIES.items() if any(whole.startswith(f"{name} ") for whole in commands)}
     typed = os.environ.get("COMP_WORDS", "").split()  # the words that a shell wants completed
-    return make_app(commands, families, __version__, options.operator_named([*arguments, *typed]), **about)
+    op = options.operator_named([*arguments, *typed])
+    settings = {"help_option_names": ["-h", "--help"]}
+    app = typer.Typer(name=name, help=ABOUT, pretty_exceptions_enable=False, context_settings=settings)
+    app.callback()(_first)
+    parents = {"": app} | {family: typer.Typer(name=family, help=text, add_completion=False) for family, text in families.items()}
+    for whole, command in commands.items():
+        family, _, own = whole.rpartition(" ")
+        declare = parents[family].command(own, epilog=_epilog(name, whole, command, op), rich_help_panel=command.panel)
+        declare(_flattened(whole, command.run, op))
+    for family in families:
+        # A family of one command must still be named by two words.
+        parents[family].callback()(lambda: None)
+        app.add_typer(parents[family], rich_help_panel=next(c.panel for n, c in commands.items() if n.startswith(f"{family} ")))
+    return app
+
+
+def _tell_version(requested: bool) -> None:
+    if requested:
+        print(f"autotax {__version__}")
+        raise typer.Exit
+
+
+def _first(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_tell_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
 
 
 def main(
