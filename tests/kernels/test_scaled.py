@@ -27,7 +27,7 @@ from autotax.operators.scaled import SCALES_OF, laid_out, quantised, scales_of
 from autotax.operators.verification import TOLERANCE, make_inputs
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 from tests.volume import volume
 
 WORLD, CALLS = 3, 3
