@@ -136,7 +136,7 @@ def test_what_is_not_here_depends_on_all(variant: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "from autotax.kernels.flash_decode.ll_packets import merge_words\nprint(merge_words)\n",
+        "from autotax.kernels.flash_decode.exchange import merge_words\nprint(merge_words)\n",
         "from autotax.kernels.flash_decode import (\n    inbox,\n    ll_packets as w,\n)\nprint(w.merge_words)\n",
         "from autotax.kernels.flash_decode import inbox, \\\n    ll_packets\nprint(ll_packets)\n",
         "import autotax.kernels.flash_decode.ll_packets as words\nprint(words.merge_words)\n",

@@ -11,6 +11,7 @@ behind each line. In short:
 
 import triton
 import triton.language as tl
+from triton.language.core import builtin, constexpr
 
 # Words of the control block: int32 [16], private to one operator on one rank.
 EPOCH = tl.constexpr(0)  # number of the call in flight, from 1; the last program to leave advances it
@@ -273,3 +274,127 @@ def dot(x, y, acc, TARGET: tl.constexpr):
         x = x.to(tl.float32)
         y = y.to(tl.float32)
     return tl.dot(x.to(y.dtype), y, acc, input_precision="ieee")
+
+
+# PART die_signals
+"""Signals to peers that programs of one die combine: they are counted on the die first, then written back and sent
+once.
+
+On AMD a release writes back the whole L2 of the die, so several releases at a time repeat the same work. Here a
+program counts itself as pending on its die once its stores have reached the L2. The first pending program signals for
+all of them. It reads how many are pending, writes back the L2, adds that number to the peer's flag, and subtracts it
+from the count. It repeats this until none is pending. Waits have the same goals as with `signal`.
+
+The hardware reports which die a program runs on. So the result is right for any placement of programs. It saves work
+only where programs of one die signal the same flag at about the same time (`comm_dies` of `push`).
+tests/kernels/test_die_signals.py tries all interleavings of the steps. The code has not run on an AMD GPU.
+"""
+
+MOST_DIES = 16
+"""Dies that the hardware can number."""
+
+
+@triton.jit
+def die_of_program(DIES: tl.constexpr, TARGET: tl.constexpr):
+    """The number of the die that runs this program. On other machines than AMD, the die on which AMD would probably
+    place it.
+    """
+    if TARGET == "hip":
+        die = tl.inline_asm_elementwise(
+            "s_getreg_b32 $0, hwreg(HW_REG_XCC_ID, 0, 4)", "=s", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        die = tl.program_id(0) % DIES
+    return die
+
+
+@triton.jit
+def signal_of_die(flag, pending, TARGET: tl.constexpr):
+    """Like `signal(flag, 1, TARGET, "sys")`. `pending` is a word of this die and flag; it is zero between calls."""
+    settle(TARGET)
+    if tl.atomic_add(pending, 1, sem="relaxed", scope="gpu") == 0:
+        left = 1
+        while left > 0:
+            # The count must be known before the write-back begins: the write-back then covers every counted program.
+            seen = tl.atomic_add(pending, 0, sem="relaxed", scope="gpu")
+            settle(TARGET)
+            if TARGET == "hip":
+                write_back("sys")
+            tl.atomic_add(flag, seen, sem="relaxed" if TARGET == "hip" else "release", scope="sys")
+            left = tl.atomic_add(pending, -seen, sem="relaxed", scope="gpu") - seen
+
+
+# PART whole_words
+"""Atomic stores and polling loads of 8-byte words that validate themselves, on any machine.
+
+On NVIDIA and on CPU ranks they are Triton's own stores and volatile loads. On AMD both are instructions of system
+scope (`sc0 sc1`). A store goes through the caches of its die to where peers and other dies find it. A load bypasses
+the caches of its die. Triton's `volatile` does not do that on AMD: Triton 3.7.1 makes it a plain buffer load. `.wt`
+waits for each store. No instruction is wider than a word, so no word can be torn.
+
+On AMD a vote on words is a reduction. All waves get the same result if no two of them hold copies of one word. So a
+polled tile has at least as many words as the program has threads. The loads are marked as having side effects, so
+that the compiler cannot repeat them for another layout. tests/kernels/test_words_on_amd.py checks all this in the
+assembly. The code has not run on an AMD GPU.
+"""
+
+LANES = tl.constexpr(64)
+"""Threads of a wave on AMD."""
+MOST_AT_ONCE = 8
+"""Words that a thread loads before it waits for the first one. Each takes four registers."""
+
+
+@triton.constexpr_function
+def _load(words):
+    lines = [f"global_load_dwordx2 ${at}, ${words + at}, off sc0 sc1" for at in range(words)]
+    return "\n".join([*lines, "s_waitcnt vmcnt(0)"])
+
+
+@triton.constexpr_function
+def _loaded(words):
+    return ",".join(["=&v"] * words + ["v"] * words + ["~{memory}"])
+
+
+@triton.constexpr_function
+def at_once(words, threads):
+    """How many words a thread loads together, for a tile of `words` words. All numbers are powers of two."""
+    return max(1, min(MOST_AT_ONCE, words // threads))
+
+
+@builtin
+def threads_of_program(_semantic=None):
+    """Threads of a program on AMD, for use inside kernels."""
+    return constexpr(LANES.value * _semantic.builder.options.num_warps)
+
+
+@triton.jit
+def store_whole(there, words, mask, TARGET: tl.constexpr):
+    """Stores int64 words, each with one instruction. A later kernel or a polling reader sees them."""
+    if TARGET == "hip":
+        tl.inline_asm_elementwise(
+            "v_cmp_ne_u32 vcc, 0, $4\ns_and_saveexec_b64 $1, vcc\nglobal_store_dwordx2 $2, $3, off sc0 sc1\n"
+            "s_mov_b64 exec, $1\ns_mov_b32 $0, 0",
+            "=&s,=&s,v,v,v,~{vcc},~{scc},~{memory}",
+            [there.to(tl.int64), words, tl.broadcast_to(mask, words.shape).to(tl.int32)],
+            dtype=(tl.int32, tl.int64), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(there, words, mask=mask)
+
+
+@triton.jit
+def load_whole(at, mask, safe, other, TARGET: tl.constexpr):
+    """Returns the current values of int64 words, for polling; `other` where masked. `safe` is a readable address that
+    is loaded in place of masked words.
+    """
+    if TARGET == "hip":
+        inside = tl.broadcast_to(mask, at.shape)
+        TOGETHER: tl.constexpr = at_once(at.numel, threads_of_program())
+        there = tl.where(inside, at.to(tl.int64), safe.to(tl.int64))
+        found = tl.inline_asm_elementwise(
+            _load(TOGETHER), _loaded(TOGETHER), [there], dtype=tl.int64, is_pure=False, pack=TOGETHER
+        )
+        return tl.where(inside, found, other)
+    else:  # noqa: RET505 - decided at compile time
+        # Volatile, because the compiler would move an ordinary load out of the loop.
+        return tl.load(at, mask=mask, other=other, volatile=True)

@@ -38,10 +38,9 @@ from autotax.kernels.all_gather_gemm.gemm import finish, product
 from autotax.kernels.all_gather_gemm.products import zeros
 from autotax.kernels.all_gather_gemm.tiles import TileOptions
 from autotax.kernels.context import Context, note_of
-from autotax.kernels.head_gather.words import await_words
+from autotax.kernels.head_gather import await_words
 from autotax.kernels.kernel import Kernel
-from autotax.kernels.primitives import EPOCH, LIMIT, arithmetic, leave, signal, translate, wait
-from autotax.kernels.whole_words import store_whole
+from autotax.kernels.primitives import EPOCH, LIMIT, arithmetic, leave, signal, store_whole, translate, wait
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
 grouped = arithmetic(tiling.grouped)

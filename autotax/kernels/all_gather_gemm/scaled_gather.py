@@ -19,7 +19,7 @@ from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.all_gather_gemm.push_gather import announce, await_slot, spread_part
 from autotax.kernels.context import Context
 from autotax.kernels.primitives import ALL_BEGUN, EPOCH, SLOT_USED, leave, signal_all, translate, wait
-from autotax.kernels.quantise import quantise
+from autotax.kernels.scaled_product import quantise
 from autotax.operators.scaled import GROUP, SCALES_OF
 
 SCALES_AT_ONCE = tl.constexpr(1024)

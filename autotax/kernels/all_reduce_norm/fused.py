@@ -26,11 +26,9 @@ from autotax.kernels.all_gather_gemm.tiles import TileOptions
 from autotax.kernels.all_reduce_norm.norm import given_factor
 from autotax.kernels.all_reduce_norm.one_shot import OneShot, clean_rows, norm_rows
 from autotax.kernels.all_reduce_norm.packets import packed_numbers, slot_of
-from autotax.kernels.context import Context
+from autotax.kernels.context import Context, gdc_wait
 from autotax.kernels.flash_decode.exchange import distances
-from autotax.kernels.primitives import LIMIT, dot
-from autotax.kernels.residency import gdc_wait
-from autotax.kernels.whole_words import store_whole
+from autotax.kernels.primitives import LIMIT, dot, store_whole
 from autotax.operators.all_reduce_norm import AllReduceNorm
 
 EVICT = {"kept": "", "passing": "evict_first"}

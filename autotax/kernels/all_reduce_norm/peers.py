@@ -13,8 +13,7 @@ from autotax.core.config import Config
 from autotax.kernels.all_reduce_norm.bsp import AfterSum
 from autotax.kernels.all_reduce_norm.norm import NormKernel
 from autotax.kernels.context import Context
-from autotax.kernels.iris_calls import IrisSum
-from autotax.kernels.libraries import group_name, symmetric
+from autotax.kernels.libraries import IrisSum, group_name, symmetric
 from autotax.operators.all_reduce_norm import AllReduceNorm
 
 

@@ -21,12 +21,10 @@ from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.all_reduce_norm.norm import NormKernel, finish, given_factor, together
 from autotax.kernels.all_reduce_norm.packets import await_row, await_sum, clean, numbers, packed, packed_numbers, slot_of
-from autotax.kernels.context import Context
+from autotax.kernels.context import Context, gdc_wait
 from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.gemm_reduce_scatter.words import TYPES
-from autotax.kernels.primitives import LIMIT
-from autotax.kernels.residency import gdc_wait
-from autotax.kernels.whole_words import store_whole
+from autotax.kernels.primitives import LIMIT, store_whole
 from autotax.operators.all_reduce_norm import AllReduceNorm
 
 

@@ -13,9 +13,7 @@ import triton
 import triton.language as tl
 
 from autotax.kernels import tiling
-from autotax.kernels.flash_decode.by_block import attend_by_block
-from autotax.kernels.flash_decode.by_head import attend_by_head
-from autotax.kernels.flash_decode.by_warp import attend_by_warp
+from autotax.kernels.flash_decode.cores import attend_by_block, attend_by_head, attend_by_warp
 from autotax.kernels.primitives import arithmetic
 
 chiplet = arithmetic(tiling.chiplet)

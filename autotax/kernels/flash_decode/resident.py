@@ -24,13 +24,11 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import power_of_two
-from autotax.kernels.context import Context
+from autotax.kernels.context import Context, all_resident, gdc_wait, threads_of
 from autotax.kernels.flash_decode.attention import attend, place, places, work_of
-from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
-from autotax.kernels.flash_decode.ll_packets import merge_words, store_words
+from autotax.kernels.flash_decode.exchange import distances, merge_words, push_result, receive_result, store_words
 from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes, chunk_of
 from autotax.kernels.primitives import LIMIT
-from autotax.kernels.residency import all_resident, gdc_wait, threads_of
 from autotax.operators.flash_decode import FlashDecode
 
 

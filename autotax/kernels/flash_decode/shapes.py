@@ -13,9 +13,8 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels.context import Context
+from autotax.kernels.context import Context, threads_of
 from autotax.kernels.kernel import Kernel
-from autotax.kernels.residency import threads_of
 from autotax.operators.flash_decode import FlashDecode
 
 

@@ -27,12 +27,11 @@ from autotax.core.config import Config
 from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.gemm import next_item
 from autotax.kernels.all_gather_gemm.products import load_tile
-from autotax.kernels.context import Context
+from autotax.kernels.context import Context, all_resident, gdc_wait
 from autotax.kernels.gather_attention.core import ALIGNED, attend_blocks, attend_span, block_of, tokens_sent
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, copy, flag_address, leave, signal, signal_all, translate, wait
-from autotax.kernels.residency import all_resident, gdc_wait
 from autotax.operators.gather_attention import GatherAttention
 
 COPY_ELEMENTS = tl.constexpr(8192)

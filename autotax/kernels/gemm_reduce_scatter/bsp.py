@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.kernels.context import Context
-from autotax.kernels.gemm_reduce_scatter.addends import Adding
+from autotax.kernels.gemm_reduce_scatter.reduction import Adding
 from autotax.kernels.gemm_reduce_scatter.scaled_sums import Scaled
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 

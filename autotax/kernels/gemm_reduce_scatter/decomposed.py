@@ -35,8 +35,8 @@ from autotax.core.config import Config
 from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.push_gather import open_slot
 from autotax.kernels.context import Context
-from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends
-from autotax.kernels.gemm_reduce_scatter.reduction import receive_sums, store_sum, sum_of_ranks, tell_sums
+from autotax.kernels.gemm_reduce_scatter.reduction import Adding, addends, receive_sums, store_sum, sum_of_ranks, tell_sums
+from autotax.kernels.gemm_reduce_scatter.scaled_sums import Scaled
 from autotax.kernels.primitives import EPOCH, copy, count, flag_address, signal, translate, wait
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
@@ -195,3 +195,10 @@ class Decomposed(Adding):
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:  # noqa: ARG002
         """Supports any number of rows: slots keep the places they have for the most rows, and every call raises every flag."""
         return {}
+
+
+# PART gemm_reduce_scatter.scaled_decomposed
+"""scaled_decomposed: `decomposed` with products of e4m3."""
+
+class ScaledDecomposed(Scaled, Decomposed):
+    """See Decomposed."""

@@ -15,12 +15,10 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
 from autotax.kernels.context import Context
-from autotax.kernels.deep_gemm import DeepGemm
 from autotax.kernels.gemm_reduce_scatter.bsp import Bsp
 from autotax.kernels.gemm_reduce_scatter.scaled_sums import Multiplying, Scaled
-from autotax.kernels.iris_calls import TILES, IrisCall, IrisSum
 from autotax.kernels.kernel import Kernel
-from autotax.kernels.libraries import Nccl, group_name, keep_workspace, pipeline, symmetric
+from autotax.kernels.libraries import TILES, DeepGemm, IrisCall, IrisSum, Nccl, group_name, keep_workspace, pipeline, symmetric
 from autotax.kernels.scaled_product import FAST, LIBRARY
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 

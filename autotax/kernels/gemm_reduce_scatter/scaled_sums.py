@@ -13,8 +13,8 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
 from autotax.kernels.context import Context
-from autotax.kernels.deep_gemm import DeepGemm
 from autotax.kernels.kernel import Kernel
+from autotax.kernels.libraries import DeepGemm
 from autotax.kernels.scaled_product import ScaledProduct
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 

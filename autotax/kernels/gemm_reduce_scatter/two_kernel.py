@@ -23,8 +23,9 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.kernels.context import Context
-from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends
 from autotax.kernels.gemm_reduce_scatter.product import rounded
+from autotax.kernels.gemm_reduce_scatter.reduction import Adding, addends
+from autotax.kernels.gemm_reduce_scatter.scaled_sums import Scaled
 from autotax.kernels.primitives import EPOCH, copy, flag_address, leave, signal, translate, wait
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
@@ -118,3 +119,10 @@ class TwoKernel(Adding):
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:
         """Supports any number of rows: slots keep the places they have for the most rows, and every call raises every flag."""
         return {"partial": self.partial[: smaller.m]}
+
+
+# PART gemm_reduce_scatter.scaled_two_kernel
+"""scaled_two_kernel: `two_kernel` with a product of e4m3."""
+
+class ScaledTwoKernel(Scaled, TwoKernel):
+    """See TwoKernel."""
