@@ -13,7 +13,7 @@ from autotax.kernels.primitives import EPOCH, leave, signal_all, wait
 
 @triton.jit
 def now_ns(TARGET: tl.constexpr):
-    """A device clock in nanoseconds. Its rate does not change with the clocks of the processors."""
+    """A device clock in nanoseconds, whose rate does not depend on the clocks of the processors."""
     if TARGET == "cuda":
         return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
     # s_memrealtime counts at 100 MHz.
@@ -25,9 +25,7 @@ def now_ns(TARGET: tl.constexpr):
 
 @triton.jit(do_not_specialize=["ns"])
 def delay_kernel(ns, TARGET: tl.constexpr):
-    """One program that does nothing for `ns` nanoseconds. At most `ns` polls bound the loop too; each poll takes
-    longer than 1 ns.
-    """
+    """One program that does nothing for `ns` nanoseconds, or `ns` polls; each poll takes longer than 1 ns."""
     start = now_ns(TARGET)
     polls = 0
     while (now_ns(TARGET) - start < ns) & (polls < ns):

@@ -1,4 +1,4 @@
-"""bsp: the collective library's all-gather, then a copy that puts the heads of each token side by side."""
+"""Head gather: the collective library, our own push with flags, and words that validate themselves."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ from autotax.operators.head_gather import HeadGather
 
 
 class Bsp(Kernel[HeadGather]):
+    """The collective library's all-gather, then a copy that puts the heads of each token side by side."""
+
     def __init__(self, problem: HeadGather, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         shape = problem.world_size, problem.batch, problem.own_heads, problem.head_dim
@@ -49,17 +51,6 @@ class Bsp(Kernel[HeadGather]):
         flat = self.gathered.view(-1)[: smaller.batch * smaller.heads * smaller.head_dim]
         return {"gathered": flat.view(shape)}
 
-
-# PART head_gather.push
-"""push: every rank stores its heads in the inboxes of the others, then a flag. A second launch copies them to the output.
-
-Why every wait ends: in the first launch one program per source waits, after it has sent. Fewer programs wait than there are
-ranks, so all the others find room, and they do not wait. When the second launch begins, all data have arrived.
-
-The inbox is [2, source, batch, heads of a rank, head_dim]; the parity of the call selects the slot. A rank overwrites a slot two
-calls later. In the call in between it waits for the flags of every peer, and each peer raised those after it had finished reading
-the slot. All senders of a source raise the same flag of a rank, once per call, even if they have nothing to send.
-"""
 
 @triton.jit(do_not_specialize=["rank", "tokens"])
 def push_kernel(
@@ -93,7 +84,7 @@ def place_kernel(
     token = tl.program_id(0) // WORLD
     source = tl.program_id(0) % WORLD
     start = token * WIDTH
-    there = out + token.to(tl.int64) * ((WORLD - 1) * WIDTH) + source * WIDTH  # destination of the element at offset `start`
+    there = out + token.to(tl.int64) * ((WORLD - 1) * WIDTH) + source * WIDTH  # the place of the element at offset `start`
     if source == rank:
         copy(there, q, start, start + WIDTH, BLOCK, ALIGNED)
     else:
@@ -103,6 +94,16 @@ def place_kernel(
 
 
 class Push(Kernel[HeadGather]):
+    """Every rank stores its heads in the inboxes of the others, then a flag. A second launch copies them to the output.
+
+    Why every wait ends: in the first launch one program per source waits, after it has sent. Fewer programs wait than there are
+    ranks, so all the others find room, and they do not wait. When the second launch begins, all data have arrived.
+
+    The inbox is [2, source, batch, heads of a rank, head_dim]; the parity of the call selects the slot. A rank overwrites a slot two
+    calls later. In the call in between it waits for the flags of every peer, and each peer raised those after it had finished reading
+    the slot. All senders of a source raise the same flag of a rank, once per call, even if they have nothing to send.
+    """
+
     def __init__(self, problem: HeadGather, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         vector = VECTOR_BYTES // problem.item_size
@@ -130,23 +131,6 @@ class Push(Kernel[HeadGather]):
         return {}
 
 
-# PART head_gather.words
-"""words: one kernel. Heads are sent as words of eight bytes that carry the number of their call. No fences and no flags.
-
-A word has four bytes of q in its low half and the number of the call in its high half, and is written by one store. The reader
-reloads words until all have this call's number, then copies their bytes to the output.
-
-Why every wait ends: programs first send all their words without waiting, then they wait for words of all peers. All programs are
-resident at the same time, because the launch is cooperative.
-
-Why no stale word matches: a word carries all 32 bits of the call number, so no older word has the same number. No word is
-replaced before it was read: a rank overwrites a slot two calls later. By then it has received words of the call in between from
-every peer, and each peer sent those after its previous call had ended. A call of fewer tokens writes fewer words.
-
-The whole program votes whether all words have arrived (see `flash_decode.ll_packets`, and on AMD `whole_words`). A polled tile
-has at least as many words as the program has threads.
-"""
-
 @triton.jit
 def anywhere(missing, TARGET: tl.constexpr):
     """Whether any element of `missing` is nonzero; the result is the same in every thread."""
@@ -161,8 +145,8 @@ def anywhere(missing, TARGET: tl.constexpr):
 
 @triton.jit
 def await_words(at, inside, safe, epoch, source, control, limit, TARGET: tl.constexpr):
-    """Returns the words at `at` when all have the number of this call, or after `limit` polls, which leaves a note. Masked words
-    count as arrived.
+    """The words at `at` when all have the number of this call, or after `limit` polls, which leaves a note. Masked ones count as
+    arrived.
     """
     mine = epoch.to(tl.int64) << 32
     words = load_whole(at, inside, safe, mine, TARGET)
@@ -198,8 +182,8 @@ def gather_words_kernel(
     q, out, inbox, bases, control, epochs, rank, total, room,
     WORLD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`q` and `out` are int32: WIDTH elements per token and rank, `total` on this rank. `inbox` is [2, source, room], `epochs`
-    int32 [programs].
+    """`q` and `out` are int32, WIDTH elements per token and rank, `total` here; `inbox` is [2, source, room], `epochs` int32
+    [programs].
     """
     if EARLY:
         gdc_wait()
@@ -232,6 +216,22 @@ def gather_words_kernel(
 
 
 class Words(Kernel[HeadGather]):
+    """One kernel. Heads are sent as words of eight bytes that carry the number of their call. No fences and no flags.
+
+    A word has four bytes of q in its low half and the number of the call in its high half, and is written by one store. The
+    reader reloads words until all have this call's number, then copies their bytes to the output.
+
+    Why every wait ends: programs first send all their words without waiting, then they wait for words of all peers. All programs
+    are resident at the same time, because the launch is cooperative.
+
+    Why no stale word matches: a word carries all 32 bits of the call number, so no older word has the same number. No word is
+    replaced before it was read: a rank overwrites a slot two calls later. By then it has received words of the call in between
+    from every peer, and each peer sent those after its previous call had ended. A call of fewer tokens writes fewer words.
+
+    The whole program votes whether all words have arrived: see `flash_decode.exchange`, and for AMD `primitives`. A polled tile
+    has at least as many words as the program has threads.
+    """
+
     def __init__(self, problem: HeadGather, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.width = problem.own_heads * problem.head_dim * problem.item_size // 4

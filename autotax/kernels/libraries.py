@@ -1,4 +1,6 @@
-"""What peers take from libraries: torch's symmetric memory, and communicators of NCCL with settings of their own."""
+"""What alternatives take from other libraries: torch's symmetric memory, communicators of NCCL, products of DeepGEMM, memory of
+Iris.
+"""
 
 from __future__ import annotations
 
@@ -84,10 +86,7 @@ class Nccl(Kernel[Any]):
 
 
 def with_settings(context: Context, settings: Mapping[str, str]) -> Context:
-    """The same services with a communicator of NCCL that has `settings`, variables of NCCL's environment. Collective.
-
-    NCCL reads these variables when it makes a communicator, so only that is done with them.
-    """
+    """The same services with a communicator of NCCL that is made with `settings`, variables of NCCL's environment. Collective."""
     if context.heap.slab.is_meta:
         return context
     world, known = context.world, _groups.setdefault(context.world.data, {})
@@ -117,11 +116,10 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
                 os.environ[variable] = value
 
 
-# PART deep_gemm
-"""The product of DeepGEMM, where it is installed, for scales of blocks and C in bf16."""
-
 class DeepGemm:
-    """Replaces a `ScaledProduct`. Version 2 of DeepGEMM renamed the function. Raises ImportError where it cannot be imported."""
+    """Replaces a `ScaledProduct` for scales of blocks and C in bf16, where DeepGEMM is installed. Its version 2 renamed the
+    function.
+    """
 
     def __init__(self, context: Context) -> None:
         deep_gemm = import_module("deep_gemm")
@@ -129,23 +127,19 @@ class DeepGemm:
         self.multiply: Any = getattr(deep_gemm, "fp8_gemm_nt", None) or deep_gemm.gemm_fp8_fp8_bf16_nt
 
     def __call__(self, a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
-        """See ScaledProduct.__call__."""
         if not self.context.dry:
             self.multiply((a, scales_a), (b, scales_b), out)
 
-
-# PART iris_calls
-"""The base of alternatives of Iris: memory in a context of Iris, its barriers around a call, and the fastest of a few settings."""
 
 REPEATS = 5
 """Calls that decide between settings."""
 
 
 class IrisCall(Kernel[P]):
-    """Mixed into a kernel that calls an operator of `iris.ops` or `iris.ccl`.
+    """A kernel that calls an operator of `iris.ops` or `iris.ccl`, with the fastest of a few settings where it is `tuned`.
 
-    Tensors that peers read or write lie in the memory of Iris. Callers' tensors lie elsewhere, so a call copies there and back. The
-    operators synchronise on the host, which a graph cannot capture; here the device barriers of Iris do it.
+    Tensors that peers read or write lie in the memory of Iris. Callers' tensors lie elsewhere, so a call copies there and back.
+    The operators synchronise on the host, which a graph cannot capture; here the device barriers of Iris do it.
     """
 
     CHOICES: ClassVar[tuple[Mapping[str, Any], ...]]

@@ -1,7 +1,7 @@
 """Device functions that every variant shares: peer addresses, signals, bounded waits, epochs.
 
-`TARGET` is "cuda", "hip" or "interpreter"; the functions differ by nothing else. docs/memory-model.md gives the rules
-behind each line. In short:
+`TARGET` is "cuda", "hip" or "interpreter"; the functions differ by nothing else. docs/memory-model.md gives the rules behind each
+line. In short:
 
 - A flag is a counter that only grows. A call waits until a flag has reached a goal. The goal follows from the epoch,
   the number of the call. So nothing is reset between calls and a captured graph can be replayed.
@@ -57,9 +57,7 @@ def settle(TARGET: tl.constexpr):
 
 @triton.jit
 def by_one_wave(INSTRUCTION: tl.constexpr):
-    """On AMD: one wave executes a cache instruction and waits for it. It is the wave whose first thread performs
-    scalar atomics.
-    """
+    """On AMD: the wave whose first thread performs scalar atomics executes a cache instruction and waits for it."""
     thread = tl.arange(0, 1024)  # 1024 is the most a program can have, so exactly one wave holds thread 0
     tl.inline_asm_elementwise(
         "v_cmp_eq_u32 vcc, 0, $1\ns_cbranch_vccz .Ldone${:uid}\n" + INSTRUCTION + "\ns_waitcnt vmcnt(0)\n"
@@ -70,12 +68,11 @@ def by_one_wave(INSTRUCTION: tl.constexpr):
 
 @triton.jit
 def write_back(SCOPE: tl.constexpr):
-    """On AMD, after `settle`: writes back all stores of the program, so that any reader in SCOPE ("gpu" or "sys")
-    finds them.
+    """On AMD, after `settle`: writes back all stores of the program for any reader in SCOPE ("gpu" or "sys").
 
-    Relaxed atomics may then publish the data. LLVM's own releases are not enough before LLVM change 178316, thus in
-    Triton 3.6 and 3.7. They start the write-back of the L2 but do not wait for it, so a flag could overtake its data.
-    A single wave does the write-back, because each one scans the whole L2 of a die.
+    Relaxed atomics may then publish the data. LLVM's own releases are not enough before LLVM change 178316, thus in Triton 3.6
+    and 3.7. They start the write-back of the L2 but do not wait for it, so a flag could overtake its data. A single wave does the
+    write-back, because each one scans the whole L2 of a die.
     """
     if SCOPE == "sys":
         by_one_wave("buffer_wbl2 sc0 sc1")
@@ -85,11 +82,9 @@ def write_back(SCOPE: tl.constexpr):
 
 @triton.jit
 def count(word, TARGET: tl.constexpr, SCOPE: tl.constexpr):
-    """Adds 1 to a word on this GPU and returns the previous value. A program that counts later sees all stores this
-    program made before.
+    """Adds 1 to a word on this GPU and returns its value before. A program that counts later sees all earlier stores of this one.
 
-    Use SCOPE "sys" if the last program to count publishes the stores to peers: on AMD each die then writes back its
-    own L2.
+    Use SCOPE "sys" if the last program to count publishes the stores to peers: on AMD each die then writes back its own L2.
     """
     settle(TARGET)
     if TARGET == "hip":
@@ -102,8 +97,8 @@ def count(word, TARGET: tl.constexpr, SCOPE: tl.constexpr):
 
 @triton.jit
 def signal(flag, amount, TARGET: tl.constexpr, SCOPE: tl.constexpr):
-    """Adds `amount` to a flag of any rank; with SCOPE "gpu" the flag must be on this rank's GPU. A program that sees
-    the new value also sees all stores this program made before.
+    """Adds `amount` to a flag of any rank, or with SCOPE "gpu" of this one. Who sees it also sees all earlier stores of this
+    program.
     """
     settle(TARGET)
     if TARGET == "hip":
@@ -164,10 +159,9 @@ def poll(flag):
 
 @triton.jit
 def wait_on_hip(flag, goal, source, index, control):
-    """`wait` for AMD: each wave polls for itself.
+    """`wait` for AMD: each wave polls for itself, and acquires once the flag has arrived, because that empties the caches.
 
-    A scalar atomic would pass its result to the other waves through shared memory, which the pipeline may fill
-    completely. The wait acquires only after the flag has arrived, because an acquire empties the caches.
+    A scalar atomic would pass its result to the other waves through shared memory, which the pipeline may fill completely.
     """
     seen = poll(flag)
     if seen - goal < 0:
@@ -213,8 +207,8 @@ def wait_by_atomics(flag, goal, source, index, control, TARGET: tl.constexpr):
 def wait(flag, goal, source, index, control, TARGET: tl.constexpr):
     """Waits until the flag has reached `goal`, or for a bounded number of polls. Returns the flag's last value.
 
-    `source` (the rank that signals) and `index` only label the note of a wait that gives up. After that, later waits
-    of the same call give up soon.
+    `source` (the rank that signals) and `index` only label the note of a wait that gives up. Later waits of that call give up
+    soon.
     """
     if TARGET == "hip":
         seen = wait_on_hip(flag, goal, source, index, control)
@@ -267,38 +261,30 @@ def copy_block(
 
 @triton.jit
 def dot(x, y, acc, TARGET: tl.constexpr):
-    """acc + x @ y in float32, with x rounded to y's type. The interpreter holds bf16 as integers, so it gets float32
-    operands.
-    """
+    """acc + x @ y in float32, with x rounded to y's type. The interpreter holds bf16 as integers, so it gets float32 operands."""
     if TARGET == "interpreter":
         x = x.to(tl.float32)
         y = y.to(tl.float32)
     return tl.dot(x.to(y.dtype), y, acc, input_precision="ieee")
 
 
-# PART die_signals
-"""Signals to peers that programs of one die combine: they are counted on the die first, then written back and sent
-once.
-
-On AMD a release writes back the whole L2 of the die, so several releases at a time repeat the same work. Here a
-program counts itself as pending on its die once its stores have reached the L2. The first pending program signals for
-all of them. It reads how many are pending, writes back the L2, adds that number to the peer's flag, and subtracts it
-from the count. It repeats this until none is pending. Waits have the same goals as with `signal`.
-
-The hardware reports which die a program runs on. So the result is right for any placement of programs. It saves work
-only where programs of one die signal the same flag at about the same time (`comm_dies` of `push`).
-tests/kernels/test_die_signals.py tries all interleavings of the steps. The code has not run on an AMD GPU.
-"""
-
+# Signals that programs of one die combine: they are counted on the die first, then written back and sent once.
+#
+# On AMD a release writes back the whole L2 of the die, so several releases at a time repeat the same work. Here a program counts
+# itself as pending on its die once its stores have reached the L2. The first pending program signals for all: it reads how many are
+# pending, writes back the L2, adds that number to the peer's flag and subtracts it from the count, until none is pending. Waits
+# have the same goals as with `signal`.
+#
+# The hardware reports which die a program runs on, so the result is right for any placement of programs. It saves work only where
+# programs of one die signal the same flag at about the same time (`comm_dies` of `push`). A test tries all interleavings of the
+# steps. The code has not run on an AMD GPU.
 MOST_DIES = 16
 """Dies that the hardware can number."""
 
 
 @triton.jit
 def die_of_program(DIES: tl.constexpr, TARGET: tl.constexpr):
-    """The number of the die that runs this program. On other machines than AMD, the die on which AMD would probably
-    place it.
-    """
+    """The die that runs this program. On other machines than AMD, the die on which AMD would probably place it."""
     if TARGET == "hip":
         die = tl.inline_asm_elementwise(
             "s_getreg_b32 $0, hwreg(HW_REG_XCC_ID, 0, 4)", "=s", [], dtype=tl.int32, is_pure=False, pack=1
@@ -324,20 +310,16 @@ def signal_of_die(flag, pending, TARGET: tl.constexpr):
             left = tl.atomic_add(pending, -seen, sem="relaxed", scope="gpu") - seen
 
 
-# PART whole_words
-"""Atomic stores and polling loads of 8-byte words that validate themselves, on any machine.
-
-On NVIDIA and on CPU ranks they are Triton's own stores and volatile loads. On AMD both are instructions of system
-scope (`sc0 sc1`). A store goes through the caches of its die to where peers and other dies find it. A load bypasses
-the caches of its die. Triton's `volatile` does not do that on AMD: Triton 3.7.1 makes it a plain buffer load. `.wt`
-waits for each store. No instruction is wider than a word, so no word can be torn.
-
-On AMD a vote on words is a reduction. All waves get the same result if no two of them hold copies of one word. So a
-polled tile has at least as many words as the program has threads. The loads are marked as having side effects, so
-that the compiler cannot repeat them for another layout. tests/kernels/test_words_on_amd.py checks all this in the
-assembly. The code has not run on an AMD GPU.
-"""
-
+# Atomic stores and polling loads of 8-byte words that validate themselves, on any machine.
+#
+# On NVIDIA and on CPU ranks they are Triton's own stores and volatile loads. On AMD both are instructions of system scope (`sc0
+# sc1`): a store goes through the caches of its die to where peers and other dies find it, and a load bypasses them. Triton 3.7.1
+# makes a `volatile` load a plain buffer load on AMD, and `.wt` waits for each store. No instruction is wider than a word, so no
+# word is torn.
+#
+# On AMD a vote on words is a reduction. All waves get the same result if no two of them hold copies of one word. So a polled tile
+# has at least as many words as the program has threads. The loads are marked as having side effects, so that the compiler cannot
+# repeat them for another layout. Tests check all this in the assembly. The code has not run on an AMD GPU.
 LANES = tl.constexpr(64)
 """Threads of a wave on AMD."""
 MOST_AT_ONCE = 8
@@ -384,8 +366,7 @@ def store_whole(there, words, mask, TARGET: tl.constexpr):
 
 @triton.jit
 def load_whole(at, mask, safe, other, TARGET: tl.constexpr):
-    """Returns the current values of int64 words, for polling; `other` where masked. `safe` is a readable address that
-    is loaded in place of masked words.
+    """The current values of int64 words, for polling; `other` where masked, in whose place the readable address `safe` is loaded.
     """
     if TARGET == "hip":
         inside = tl.broadcast_to(mask, at.shape)

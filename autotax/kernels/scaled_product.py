@@ -1,8 +1,15 @@
-"""Quantisation to e4m3 in kernels: rounding, and the scales of rows, of groups of 128 columns, and of whole tensors.
+"""Quantisation to e4m3, and products of e4m3 matrices with scales: of Triton, of the vendor's library, and on CPU ranks.
 
-The rules are those of vLLM. A row's scale is its largest magnitude / 448, at least 1 / (448 * 512); values are multiplied by its
-inverse. A group's scale is its largest magnitude, at least 1e-10, / 448; values are divided by it. With one scale for the tensor,
-values are multiplied by its inverse. A row or group with an infinity or a NaN becomes NaN.
+Quantisation follows vLLM. A row's scale is its largest magnitude / 448, at least 1 / (448 * 512); values are multiplied by its
+inverse. A group of 128 columns has its largest magnitude, at least 1e-10, / 448; values are divided by it. With one scale for the
+tensor, values are multiplied by its inverse. A row or group with an infinity or a NaN becomes NaN.
+
+C = (A @ B.T) with the scales of `operators/scaled.py`. Tensor cores add products of e4m3 with fewer bits than float32 has. So the
+sums of each 128 columns of K are added up in float32, and nothing relies on fast accumulation. With scales `block` each such sum
+is scaled first. The other scales are applied to the whole sum.
+
+The parameter `product` names a product. `library` is the vendor's. `64x128x4x4` is Triton's: rows and columns of a tile, stages,
+warps. `splits` are its parts along K; the program that finishes a tile's last part adds up all parts in their order.
 """
 
 from __future__ import annotations
@@ -49,11 +56,11 @@ def e4m3(value, TARGET: tl.constexpr):
 
 @triton.jit
 def quantise(values, scale, most, QUANT: tl.constexpr, TARGET: tl.constexpr):
-    """Quantises whole rows. Returns the bits of e4m3, uint8 in the shape of `values`, and the scales.
+    """Quantises whole rows: the bits of e4m3, uint8 in the shape of `values`, and the scales.
 
     `values` are float32 [rows, columns], zero where there is none. With QUANT "block" columns are a multiple of 128. `scale` is
-    that of QUANT "tensor". `most` is the largest magnitude that scales of QUANT "row" follow; infinity is no limit. The scales
-    are `scale` itself, [rows], or [rows, columns / 128].
+    that of QUANT "tensor", `most` the largest magnitude that scales of QUANT "row" follow. The scales are `scale`, [rows], or
+    [rows, columns / 128].
     """
     ROWS: tl.constexpr = values.shape[0]
     if QUANT == "tensor":
@@ -71,17 +78,6 @@ def quantise(values, scale, most, QUANT: tl.constexpr, TARGET: tl.constexpr):
         codes = e4m3(tl.reshape(divided, values.shape), TARGET)
     return codes, scales
 
-
-# PART scaled_product
-"""Products of e4m3 matrices with scales: of Triton, of the vendor's library, and on CPU ranks.
-
-C = (A @ B.T) with the scales of `operators/scaled.py`. Tensor cores add products of e4m3 with fewer bits than float32 has. So the
-sums of each 128 columns of K are added up in float32, and nothing relies on fast accumulation. With scales `block` each such sum
-is scaled first. The other scales are applied to the whole sum.
-
-The parameter `product` names a product. `library` is the vendor's. `64x128x4x4` is Triton's: rows and columns of a tile, stages,
-warps. `splits` are its parts along K; the program that finishes a tile's last part adds up all parts in their order.
-"""
 
 BLOCK_K = tl.constexpr(128)
 """Columns of K whose products tensor cores add up: those that share a scale with scales `block`."""
@@ -253,15 +249,9 @@ class Tile:
     def constants(self, problem: Any) -> dict[str, Any]:
         """Constants of a kernel that calls `scaled_item`, and compile options."""
         return {
-            "SCALES": problem.scales,
-            "SPLITS": self.splits,
-            "BLOCK_M": self.rows,
-            "BLOCK_N": self.columns,
-            "TMA": self.tma,
-            "ALIGNED": math.gcd(problem.k, 16),
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-        }
+            "SCALES": problem.scales, "SPLITS": self.splits, "BLOCK_M": self.rows, "BLOCK_N": self.columns, "TMA": self.tma,
+            "ALIGNED": math.gcd(problem.k, 16), "num_warps": self.warps, "num_stages": self.stages,
+        }  # fmt: skip
 
     def parts(self, m: int, n: int, context: Context) -> tuple[Tensor, Tensor]:
         """`partials` and `finished` for m rows or fewer."""
@@ -300,8 +290,7 @@ class ScaledProduct:
         m, n = len(a), self.problem.n
         strides = scales_a.stride() if scales_a.dim() == 2 else (0, 0)
         self.context.launch(
-            scaled_product_kernel,
-            (tile.items(m, n),),
+            scaled_product_kernel, (tile.items(m, n),),
             tile.view(a, tile.rows), scales_a, *strides, tile.view(b, tile.columns), scales_b, out, self.partials, self.finished,
             m, n, self.problem.k, **tile.constants(self.problem),
         )  # fmt: skip

@@ -100,11 +100,9 @@ class Bsp(MergeKernel):
         sent, received = self.sent.view(-1)[: self.owners * part], self.received.view(-1)
         received = received[: self.received.shape[0] * self.received.shape[1] * part]
         return {
-            "layout": layout,
-            "lse_at": lse_at,
-            "sent": sent.view(self.owners, part),
+            "layout": layout, "lse_at": lse_at, "sent": sent.view(self.owners, part),
             "received": received.view(*self.received.shape[:2], part),
-        }
+        }  # fmt: skip
 
 
 def _part(problem: DecodeMerge, layout: Layout) -> tuple[int, int]:

@@ -88,18 +88,6 @@ class Gather(MergeKernel):
         )  # fmt: skip
 
 
-# PART decode_merge.fine_grained
-"""fine_grained: each block of rows is pushed to all ranks, or to its owner, followed by its flag. A block is merged when it has
-arrived from all ranks.
-
-Why every wait ends: only programs of the second launch wait, for the first launch of all ranks. The first launch does not wait,
-and on each rank it ends before the second begins. So the sizes of the grids do not matter.
-
-Inbox and slots are those of `gather`, with a flag for each (source, block of rows). Every call raises each flag once; a call of
-fewer rows sends the missing rows as empty ones. Slots are reused safely for the reason given in `gather`, because every call
-waits for blocks of every peer.
-"""
-
 place = arithmetic(tiling.place)
 
 
@@ -144,6 +132,17 @@ def merge_blocks_kernel(
 
 
 class FineGrained(MergeKernel):
+    """Each block of rows is pushed to all ranks, or to its owner, followed by its flag. A block is merged when it has
+    arrived from all ranks.
+
+    Why every wait ends: only programs of the second launch wait, for the first launch of all ranks. The first launch does not wait,
+    and on each rank it ends before the second begins. So the sizes of the grids do not matter.
+
+    Inbox and slots are those of `gather`, with a flag for each (source, block of rows). Every call raises each flag once; a call of
+    fewer rows sends the missing rows as empty ones. Slots are reused safely for the reason given in `gather`, because every call
+    waits for blocks of every peer.
+    """
+
     def __init__(self, problem: DecodeMerge, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         layout = self.layout

@@ -85,14 +85,6 @@ class Words(AtOnce):
         self.memory: tuple[Tensor, ...] = (context.heap.zeros(shape, torch.int64),)
 
 
-# PART decode_merge.compact
-"""compact: `words` with words of four 15-bit floats (`flash_decode.minifloat`), so a column costs 16 bits on the links.
-
-Besides its words, each part of a row has a head, sent twice: a float32 word with the scale and the log-sum-exp. The error of a
-column is at most 2^-10 of it plus 2^-39 of the largest finite column of its part. The phases, and the reasons why every wait ends
-and no stale word matches, are those of `words`. Heads and words are polled and voted on together.
-"""
-
 @triton.jit(do_not_specialize=["lse", "lens", "starts", "sequences", "rows", "lse_token", "lse_head", "rank", "taken"])
 def compact_merge_kernel(
     o, lse, lens, starts, sequences, rows, heads, lse_token, lse_head, out, out_lse, words, tops, bases, control, epochs, rank, taken, most_rows, arriving,
@@ -133,6 +125,13 @@ def compact_merge_kernel(
 
 
 class Compact(AtOnce):
+    """`words` with words of four 15-bit floats (`flash_decode.minifloat`), so a column costs 16 bits on the links.
+
+    Besides its words, each part of a row has a head, sent twice: a float32 word with the scale and the log-sum-exp. The error of a
+    column is at most 2^-10 of it plus 2^-39 of the largest finite column of its part. The phases, and the reasons why every wait ends
+    and no stale word matches, are those of `words`. Heads and words are polled and voted on together.
+    """
+
     KERNEL = compact_merge_kernel
 
     def __init__(self, problem: DecodeMerge, config: Config, context: Context) -> None:

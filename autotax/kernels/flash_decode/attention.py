@@ -1,8 +1,8 @@
 """Partial attention over a piece of the KV cache, and the merge of partial results: every Flash Decode variant uses them.
 
-A partial result of some rows (query heads) is (o, lse): the softmax-weighted mean of V over the piece, and the base-2
-logarithm of the sum of exp2(score) over it, both float32. An empty piece is (0, -inf). Merging weighs each o by exp2(lse - max
-lse). This is the online softmax of Flash Attention, split along the sequence (Flash-Decoding).
+A partial result of some rows (query heads) is (o, lse): the softmax-weighted mean of V over the piece, and the base-2 logarithm
+of the sum of exp2(score) over it, both float32. An empty piece is (0, -inf). Merging weighs each o by exp2(lse - max lse). This
+is the online softmax of Flash Attention, split along the sequence (Flash-Decoding).
 
 Layouts: row numbers are batch * q_heads + head, so the query heads of one KV head are neighbours. Partial results are o [pieces,
 rows, head_dim] and lse [pieces, rows]. With output `head_scatter` rows are ordered by the rank that owns them (see `place`), so

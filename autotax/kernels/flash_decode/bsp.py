@@ -107,8 +107,7 @@ class Bsp(DecodeBase):
     def _attend_for_all(self, inputs: list[Tensor | None]) -> None:
         problem, context, shapes, splits = self.problem, self.context, self.shapes, self.config["splits"]
         context.launch(
-            split_kernel,
-            (shapes.items * splits,),
+            split_kernel, (shapes.items * splits,),
             *inputs, self.split_o, self.split_lse, shapes.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
             **shapes.attend,
         )  # fmt: skip
@@ -123,15 +122,13 @@ class Bsp(DecodeBase):
         problem, context, shapes, splits = self.problem, self.context, self.shapes, self.config["splits"]
         if splits == 1 and shapes.attend["SHARE"] % shapes.attend["GROUP"] == 0:
             context.launch(
-                split_for_owners_kernel,
-                (shapes.items,),
+                split_for_owners_kernel, (shapes.items,),
                 *inputs, self.partial, shapes.kv_heads, shapes.rows, shapes.arriving, shapes.part, problem.shard_len, shapes.scale,
                 **shapes.attend,
             )  # fmt: skip
             return
         context.launch(
-            split_kernel,
-            (shapes.items * splits,),
+            split_kernel, (shapes.items * splits,),
             *inputs, self.split_o, self.split_lse, shapes.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
             **shapes.attend,
         )  # fmt: skip
@@ -151,15 +148,11 @@ class Bsp(DecodeBase):
         o, lse = partial[0, : rows * dim], partial[0, rows * dim :]
         own = splits > 1 or shapes.scatter
         return {
-            "shapes": shapes,
-            "partial": partial,
-            "gathered": gathered,
-            "o": o,
-            "lse": lse,
+            "shapes": shapes, "partial": partial, "gathered": gathered, "o": o, "lse": lse,
             "all_lse": gathered.view(-1)[shapes.arriving * dim :],
             "split_o": self.split_o.view(-1)[: splits * rows * dim].view(splits, rows, dim) if own else o,
             "split_lse": self.split_lse.view(-1)[: splits * rows].view(splits, rows) if own else lse,
-        }
+        }  # fmt: skip
 
 
 # PART flash_decode.gather
@@ -238,8 +231,7 @@ class Gather(DecodeKernel):
         inputs, out = self.inputs_of(tensors)
         rows, dim, splits, world = shapes.rows, problem.head_dim, self.config["splits"], problem.world_size
         context.launch(
-            split_kernel,
-            (shapes.items * splits,),
+            split_kernel, (shapes.items * splits,),
             *inputs, self.split_o, self.split_lse, shapes.kv_heads, rows, problem.shard_len, shapes.scale,
             **shapes.attend,
         )  # fmt: skip
@@ -258,13 +250,6 @@ class Gather(DecodeKernel):
             out, inbox.o, inbox.lse, self.control, shapes.arriving, WORLD=world, **shapes.merge,
         )  # fmt: skip
 
-
-# PART flash_decode.fine_grained
-"""fine_grained: the push of `gather`, without its barrier: the merge over the ranks waits source by source.
-
-Why every wait ends: only programs of the last launch wait. They wait for the pushes of all ranks, and pushing programs do not
-wait.
-"""
 
 @triton.jit(do_not_specialize=["rank"])
 def combine_when_arrived_kernel(
@@ -286,13 +271,18 @@ def combine_when_arrived_kernel(
 
 
 class FineGrained(Gather):
+    """The push of `gather`, without its barrier: the merge over the ranks waits source by source.
+
+    Why every wait ends: only programs of the last launch wait. They wait for the pushes of all ranks, and pushing programs do not
+    wait.
+    """
+
     def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
         inputs, out = self.inputs_of(tensors)
         rows, dim, splits, world = shapes.rows, problem.head_dim, self.config["splits"], problem.world_size
         context.launch(
-            split_kernel,
-            (shapes.items * splits,),
+            split_kernel, (shapes.items * splits,),
             *inputs, self.split_o, self.split_lse, shapes.kv_heads, rows, problem.shard_len, shapes.scale,
             **shapes.attend,
         )  # fmt: skip

@@ -11,9 +11,9 @@ columns lose precision gradually, and zero arrives as zero. The error of a colum
 
     2^-10 * |column| + 2^-39 * (largest finite magnitude of the row) + 2^-149
 
-for all finite columns that bf16 or fp16 can hold.
-So the relative error stays below 2^-9 for columns down to 2^-29 of the largest; rounding to bf16 has 2^-8. Infinity arrives as
-infinity and NaN as NaN, as in float32 words, and other columns are not affected.
+for all finite columns that bf16 or fp16 can hold. So the relative error stays below 2^-9 for columns down to 2^-29 of the
+largest; rounding to bf16 has 2^-8. Infinity arrives as infinity and NaN as NaN, as in float32 words, and other columns are not
+affected.
 
 The arguments of `ll_packets` about tearing, stale words and votes hold for heads and words alike. Each has its tag, all are
 polled, and the vote and the merge use the same loaded values.
@@ -312,24 +312,17 @@ class Compact(DecodeKernel):
         self.options = all_resident(context)
         self.merge = {
             "SPLIT_CHUNK": _chunk_of(splits, shapes.heads, part // 4, threads),
-            "CHUNK": _chunk_of(world, shapes.heads, part // 4, threads),
-            "PARTS": parts,
-            "EARLY": early,
-        }
+            "CHUNK": _chunk_of(world, shapes.heads, part // 4, threads), "PARTS": parts, "EARLY": early,
+        }  # fmt: skip
 
     def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes = self.problem, self.context, self.shapes
         inputs, out = self.inputs_of(tensors)
         context.launch(
-            compact_kernel,
-            (self.programs,),
+            compact_kernel, (self.programs,),
             *inputs, out, *self.splits, *self.inbox, context.heap.bases, self.control, self.epochs,
             context.rank, shapes.items, shapes.kv_heads, shapes.rows, shapes.arriving, problem.shard_len, shapes.scale,
-            WORLD=problem.world_size,
-            HEADS=shapes.heads,
-            BLOCK_H=power_of_two(shapes.heads),
-            **self.merge,
-            **shapes.attend,
+            WORLD=problem.world_size, HEADS=shapes.heads, BLOCK_H=power_of_two(shapes.heads), **self.merge, **shapes.attend,
             **self.options,
         )  # fmt: skip
 

@@ -68,8 +68,7 @@ class Fused(DecodeKernel):
         inputs, out = self.inputs_of(tensors)
         rows, splits, world = shapes.rows, self.config["splits"], problem.world_size
         context.launch(
-            split_kernel,
-            (shapes.items * splits,),
+            split_kernel, (shapes.items * splits,),
             *inputs, self.split_o, self.split_lse, shapes.kv_heads, rows, problem.shard_len, shapes.scale,
             **shapes.attend,
         )  # fmt: skip
@@ -84,14 +83,6 @@ class Fused(DecodeKernel):
             WORLD=world, **inbox.receive, **shapes.merge,
         )  # fmt: skip
 
-
-# PART flash_decode.single
-"""single: one kernel. Split programs attend; the last program to finish a KV head merges its splits and pushes the result.
-Receiving programs wait for all ranks and merge.
-
-Why every wait ends: only receiving programs wait, and only for split programs of this and other ranks, which do not wait.
-Receivers have the highest program ids and are fewer than the processors, so split programs always find room.
-"""
 
 @triton.jit(do_not_specialize=["rank"])
 def single_kernel(
@@ -136,6 +127,13 @@ def single_kernel(
 
 
 class Single(DecodeKernel):
+    """One kernel. Split programs attend; the last program to finish a KV head merges its splits and pushes the result.
+    Receiving programs wait for all ranks and merge.
+
+    Why every wait ends: only receiving programs wait, and only for split programs of this and other ranks, which do not wait.
+    Receivers have the highest program ids and are fewer than the processors, so split programs always find room.
+    """
+
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config, context.target)
@@ -151,16 +149,10 @@ class Single(DecodeKernel):
         inputs, out = self.inputs_of(tensors)
         receivers = config["receivers"]
         context.launch(
-            single_kernel,
-            (shapes.items * config["splits"] + receivers,),
+            single_kernel, (shapes.items * config["splits"] + receivers,),
             *inputs, out, self.split_o, self.split_lse, self.finished,
             self.inbox.o, self.inbox.lse, self.flags, context.heap.bases, self.control,
             context.rank, shapes.items, shapes.kv_heads, shapes.rows, shapes.arriving, problem.shard_len, shapes.scale,
-            WORLD=problem.world_size,
-            RECEIVERS=receivers,
-            BLOCK_R=power_of_two(shapes.attend["GROUP"]),
-            HEADS=shapes.heads,
-            BLOCK_H=power_of_two(shapes.heads),
-            **self.inbox.receive,
-            **shapes.attend,
+            WORLD=problem.world_size, RECEIVERS=receivers, BLOCK_R=power_of_two(shapes.attend["GROUP"]), HEADS=shapes.heads,
+            BLOCK_H=power_of_two(shapes.heads), **self.inbox.receive, **shapes.attend,
         )  # fmt: skip

@@ -110,23 +110,16 @@ class Resident(DecodeKernel):
         part = shapes.attend["BLOCK_D"] // parts
         self.merge = {
             "SPLIT_CHUNK": chunk_of(splits, shapes.heads, part, threads),
-            "CHUNK": chunk_of(problem.world_size, shapes.heads, part, threads),
-            "PARTS": parts,
-            "EARLY": early,
-        }
+            "CHUNK": chunk_of(problem.world_size, shapes.heads, part, threads), "PARTS": parts, "EARLY": early,
+        }  # fmt: skip
 
     def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes = self.problem, self.context, self.shapes
         inputs, out = self.inputs_of(tensors)
         context.launch(
-            resident_kernel,
-            (self.programs,),
+            resident_kernel, (self.programs,),
             *inputs, out, self.splits, self.inbox, context.heap.bases, self.control, self.epochs,
             context.rank, shapes.items, shapes.kv_heads, shapes.rows, shapes.arriving, problem.shard_len, shapes.scale,
-            WORLD=problem.world_size,
-            HEADS=shapes.heads,
-            BLOCK_H=power_of_two(shapes.heads),
-            **self.merge,
-            **shapes.attend,
+            WORLD=problem.world_size, HEADS=shapes.heads, BLOCK_H=power_of_two(shapes.heads), **self.merge, **shapes.attend,
             **self.options,
         )  # fmt: skip

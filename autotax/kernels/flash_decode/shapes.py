@@ -49,21 +49,13 @@ class Shapes:
         assert isinstance(heads, int)
         block_d = max(16, power_of_two(head_dim))
         attend = {
-            "GROUP": group,
-            "QUERIES": problem.queries,
-            "HEAD_DIM": head_dim,
-            "SPLITS": config["splits"],
-            "SPLIT_FIRST": config["order"] == "split_first",
-            "CHIPLETS": config["chiplets"],
-            "BLOCK_G": max(least, power_of_two(group)),
-            "BLOCK_D": block_d,
-            "BLOCK_S": config["block_s"],
-            "PAGE": problem.page,
+            "GROUP": group, "QUERIES": problem.queries, "HEAD_DIM": head_dim, "SPLITS": config["splits"],
+            "SPLIT_FIRST": config["order"] == "split_first", "CHIPLETS": config["chiplets"],
+            "BLOCK_G": max(least, power_of_two(group)), "BLOCK_D": block_d, "BLOCK_S": config["block_s"], "PAGE": problem.page,
             "WARPS": {"by_block": 0, "by_warp": num_warps, "by_head": -num_warps}[attend],
             "SHARE": problem.out_heads * problem.queries if problem.output == "head_scatter" else 0,
-            "num_warps": config["num_warps"],
-            "num_stages": config["num_stages"],
-        }
+            "num_warps": config["num_warps"], "num_stages": config["num_stages"],
+        }  # fmt: skip
         merge = {"GROUP": heads, "HEAD_DIM": head_dim, "BLOCK_G": power_of_two(heads), "BLOCK_D": block_d}
         return cls(
             items=problem.batch * problem.kv_heads // together,

@@ -1,11 +1,9 @@
-"""decomposed: calls of the vendor's GEMM compute the rows of one rank after another. Each result is sent while the
-next is computed.
+"""decomposed: calls of the vendor's GEMM compute the rows of one rank after another. Each result is sent while the next is
+computed.
 
-The number of GEMMs is a trade-off: few large ones are fast, the results of many small ones can be sent early.
-`products` is one of
+The number of GEMMs is a trade-off: few large ones are fast, the results of many small ones can be sent early. `products` is one of
 - `one`: all rows at once; then all rows are sent;
-- `each`: owner by owner, rank + 1 first and this rank's rows last, so that every rank receives from one rank at a
-  time;
+- `each`: owner by owner, rank + 1 first and this rank's rows last, so that every rank receives from one rank at a time;
 - `halves`: like `each`, with two GEMMs per owner.
 
 `sender` is one of
@@ -13,12 +11,12 @@ The number of GEMMs is a trade-off: few large ones are fast, the results of many
 - `kernel`: a kernel of `comm` programs sends;
 - `product`: the GEMM stores its result directly in the owner's memory.
 
-After this rank's last GEMM one kernel adds up the received rows, in the order of the ranks. With a replicated output
-another kernel receives the sums of the other ranks.
+After this rank's last GEMM one kernel adds up the received rows. With a replicated output another kernel receives the sums of the
+other ranks.
 
-Waits: a rank waits for no other rank before all its own sends are enqueued. The exception is `open_slot`, which waits
-for peers to finish the call two calls ago: see `all_gather_gemm.push_gather`. A flag of the copy engines is a copy of
-the ticket in which `open_slot` wrote the number of this call. Stream order puts the flag after its data.
+Waits: a rank waits for no other rank before all its own sends are enqueued. The exception is `open_slot`, which waits for peers
+to finish the call two calls ago: see `all_gather_gemm.push_gather`. A flag of the copy engines is a copy of the ticket in which
+`open_slot` wrote the number of this call. Stream order puts the flag after its data.
 """
 
 from __future__ import annotations
@@ -197,8 +195,7 @@ class Decomposed(Adding):
         return {}
 
 
-# PART gemm_reduce_scatter.scaled_decomposed
-"""scaled_decomposed: `decomposed` with products of e4m3."""
-
 class ScaledDecomposed(Scaled, Decomposed):
-    """See Decomposed."""
+    """`decomposed` with products of e4m3."""
+
+    """`Decomposed` with products of e4m3."""

@@ -1,6 +1,4 @@
-"""Alternatives that a tuned config is compared with, and that may win: torch's operators, the library in other ways. And the GEMM
-alone, a bound.
-"""
+"""Alternatives, which may win: torch's operators, other calls of the collective library, Iris. And the GEMM alone, a bound."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ def _columns(problem: GemmReduceScatter, b: Tensor) -> Tensor:
 
 
 class TorchFused(Kernel[GemmReduceScatter]):
-    """torch.ops.symm_mem.fused_matmul_reduce_scatter, for numbers of rows that the ranks divide. It returns a new tensor."""
+    """torch.ops.symm_mem.fused_matmul_reduce_scatter, for rows that the ranks divide. It returns a new tensor."""
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
         if self.context.dry:
@@ -42,8 +40,8 @@ class TorchFused(Kernel[GemmReduceScatter]):
 
 
 class TorchPipeline(Kernel[GemmReduceScatter]):
-    """The steps of torch.ops.symm_mem.fused_matmul_reduce_scatter, in memory that is allocated once, and with the sum in the output.
-    For numbers of rows that the ranks divide.
+    """The steps of torch's fused operator in memory that is allocated once, with the sum in the output. For rows that the ranks
+    divide.
     """
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
@@ -163,8 +161,8 @@ class NcclLL128(Nccl, Bsp):
 class Product(Kernel[GemmReduceScatter]):
     """The vendor's GEMM alone: a lower bound on the time of any variant.
 
-    The collective library computes the sum at the first call with a tensor, so the contents must not change
-    afterwards. Beside each GEMM a copy engine copies that sum to the output, so that verification passes.
+    The first call with a tensor computes its sum, so the contents must not change afterwards. Beside each GEMM a copy engine
+    copies that sum to the output, so that verification passes.
     """
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:

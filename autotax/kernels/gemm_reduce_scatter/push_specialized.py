@@ -1,14 +1,20 @@
-"""The warps of `push_specialized`: one or two groups multiply, four warps add up, and one warp each loads, sends and
-polls.
+"""push_specialized and scaled_specialized: warps of every program load, multiply, send, poll and add up.
 
-A tile of the partial sum is [GROUPS * 64, PARTS * WIDE]. Tiles of other owners come first, as in `product`. Each
-group multiplies 64 rows by all columns, part by part. It rounds each part and stages it in shared memory. The sender
-stores staged parts in the owner's inbox (TMA). When all of a tile is written there, the sender sets the tile's flag
-at the owner to the number of the call.
+A tile of the partial sum is [GROUPS * 64, PARTS * WIDE]. Tiles of other owners come first, as in `product`. Each of one or two
+groups multiplies 64 rows by all columns, part by part. It rounds each part and stages it in shared memory. The sender stores
+staged parts in the owner's inbox (TMA). When all of a tile is written there, it sets the tile's flag at the owner to the number
+of the call.
 
-Pieces of this rank's rows are distributed over the adders of all programs, in the order in which tiles arrive. A poll
-takes a microsecond, so a separate warp polls. It waits for the flags of all ranks and signals the adders through the
-barrier `there`. It runs at most one piece ahead (`taken`).
+Pieces of this rank's rows are distributed over the four adding warps of all programs, in the order in which tiles arrive. A poll
+takes a microsecond, so a separate warp polls. It waits for the flags of all ranks and signals the adders through the barrier
+`there`. It runs at most one piece ahead (`taken`).
+
+Waits: loaders and multiplying groups wait for each other, and a sender waits for the groups of its program. None of them waits
+for another program. Pollers wait for the senders of all ranks, adders for their poller. So every wait ends.
+
+The inbox has two slots, chosen by the parity of the call. A rank writes a slot again two calls later. In the call in between it
+waited for tiles of every peer. Each peer sent them after it had added up the previous call. Each flag has one writer, which sets
+it to the number of the call, so calls of fewer rows may skip flags.
 """
 
 from __future__ import annotations
@@ -103,9 +109,7 @@ def multiply_tiles(
     GROUP: gl.constexpr, stagings, staged, drained, buffers, share,
     GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: multiplies its 64 rows of each tile of this program. It only needs the number of tiles, not
-    their places.
-    """
+    """One group of warps: multiplies its 64 rows of each tile of this program, of which it need not know the places."""
     x, y, full, empty = buffers
     items, _, _, cols, _, _ = share
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
@@ -143,9 +147,7 @@ def send_tiles(
     boxes, stagings, staged, drained, flags, bases, epoch, share,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """The sender. `boxes` are views [2 * WORLD, rows, n] of the inboxes by hop; flags are [row of tiles, tile of the
-    row, source].
-    """
+    """The sender. `boxes` are views [2 * WORLD, rows, n] of the inboxes by hop; flags are [row of tiles, tile, source]."""
     items, rank, _, _, m_tiles, n_tiles = share
     layout: gl.constexpr = boxes[0].layout
     dtype: gl.constexpr = boxes[0].dtype
@@ -237,9 +239,7 @@ def scatter_tiles(
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
     TARGET: gl.constexpr,
 ):  # fmt: skip
-    """Runs a program's part of a call. `a` [m, cols] and `b` [n, cols] are TMA descriptors of the blocks of a group
-    and of a part.
-    """
+    """A program's part of a call. `a` [m, cols] and `b` [n, cols] are TMA descriptors of the blocks of a group and of a part."""
     HIGH: gl.constexpr = GROUPS * X_ROWS
     m_tiles = gl.cdiv(rows, HIGH)
     n_tiles = gl.cdiv(n, PARTS * WIDE)
@@ -284,23 +284,8 @@ def scatter_tiles(
         )  # fmt: skip
 
 
-# PART gemm_reduce_scatter.push_specialized
-"""push_specialized: like `push`, but warp-specialized (see `warps`). In every program some warps load, some multiply,
-one sends, one polls, some add.
-
-Waits: loaders and multiplying groups wait for each other, and a sender waits for the groups of its program. None of
-them waits for another program. Pollers wait for the senders of all ranks, adders for their poller. So every wait
-ends.
-
-The inbox has two slots, chosen by the parity of the call. A rank writes a slot again two calls later. In the call in
-between it waited for tiles of every peer. Each peer sent them after it had added up the previous call.
-
-Each flag has one writer. The writer sets it to the number of the call, so calls of fewer rows may skip flags.
-"""
-
 MOST_REGISTERS = {1: 168, 2: 128}
-"""Registers per thread at the launch, by the number of multiplying groups. It is all that a processor has, divided
-over all warps. The kernel then redistributes them among the warps.
+"""Registers per thread at the launch, by multiplying groups: all that a processor has. The kernel redistributes them among warps.
 """
 
 
@@ -333,16 +318,10 @@ class PushSpecialized(Adding):
         self.boxes = padded(views, MOST_RANKS, None)
         self.wide = wide
         self.constants = {
-            "WORLD": world,
-            "INTERLEAVED": config["order"] == "interleaved",
-            "GROUP_M": config["group_m"],
-            "GROUPS": high // GROUP_ROWS,
-            "PARTS": across // wide,
-            "WIDE": wide,
-            "STAGES": config["num_stages"],
-            "num_warps": 4,
+            "WORLD": world, "INTERLEAVED": config["order"] == "interleaved", "GROUP_M": config["group_m"],
+            "GROUPS": high // GROUP_ROWS, "PARTS": across // wide, "WIDE": wide, "STAGES": config["num_stages"], "num_warps": 4,
             "maxnreg": MOST_REGISTERS[high // GROUP_ROWS],
-        }
+        }  # fmt: skip
 
     def view(self, tensor: Tensor, box: list[int]) -> Any:
         """A TMA descriptor of boxes of a tensor."""
@@ -351,8 +330,7 @@ class PushSpecialized(Adding):
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         problem, context = self.problem, self.context
         context.launch(
-            push_specialized_kernel,
-            (context.processors,),
+            push_specialized_kernel, (context.processors,),
             self.view(a, [GROUP_ROWS, tiling.BLOCK_K]), self.view(b, [self.wide, tiling.BLOCK_K]), *self.boxes,
             out, *addends(out, bias, residual), self.box, self.flags, context.heap.bases, self.control,
             context.rank, problem.shard_rows, problem.k, self.room, problem.n, problem.m,
@@ -360,14 +338,9 @@ class PushSpecialized(Adding):
         )  # fmt: skip
 
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:  # noqa: ARG002
-        """Supports any number of rows: slots and flags keep the places they have for the most rows, and a flag is set
-        to the number of the call.
-        """
+        """Supports any number of rows: slots and flags keep their places, and a flag is set to the number of the call."""
         return {}
 
-
-# PART gemm_reduce_scatter.scaled_specialized
-"""scaled_specialized: `push_specialized` for e4m3. `scaled_roles` says how its groups multiply, `push_specialized` why waits end."""
 
 @gluon.jit
 def multiply_scaled(
@@ -375,7 +348,7 @@ def multiply_scaled(
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
     STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """`warps.multiply_tiles` for codes. `of_all` are the scales of A and of B with the strides of the former."""
+    """`multiply_tiles` for codes. `of_all` are the scales of A and of B with the strides of the former."""
     scales_a, stride_m, stride_g, scales_b = of_all
     items, rank, rows, cols, m_tiles, n_tiles = share
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
@@ -410,7 +383,7 @@ def scatter_scaled(
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
     STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """`warps.scatter_tiles` for codes. `a` [m, cols] and `b` [n, cols] are TMA descriptors of words of two codes."""
+    """`scatter_tiles` for codes. `a` [m, cols] and `b` [n, cols] are TMA descriptors of words of two codes."""
     HIGH: gl.constexpr = GROUPS * X_ROWS
     m_tiles = gl.cdiv(rows, HIGH)
     n_tiles = gl.cdiv(n, PARTS * WIDE)
@@ -473,7 +446,8 @@ def scaled_specialized_kernel(
 
 
 class ScaledSpecialized(PushSpecialized):
-    """Tensors of a call: see `scaled_sums.Scaled`."""
+    """`PushSpecialized` for e4m3; `scaled_roles` says how its groups multiply. Tensors of a call: see `scaled_sums.Scaled`."""
+
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         self.quantised, self.result = Quantiser(problem, problem.m, context), problem.result
@@ -487,14 +461,12 @@ class ScaledSpecialized(PushSpecialized):
         return TensorDescriptor.from_tensor(words, box, layout_of(tuple(box), self.result))
 
     def __call__(self, a: Tensor, b: Tensor, *rest: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
-        """See Kernel.__call__."""
         of_a, scales_b, out = rest[:-2], rest[-2], rest[-1]
         problem, context = self.problem, self.context
         codes, scales = self.quantised(a, of_a[0] if of_a else None)
         strides = scales.stride() if scales.dim() == 2 else (0, 0)
         context.launch(
-            scaled_specialized_kernel,
-            (context.processors,),
+            scaled_specialized_kernel, (context.processors,),
             self.view(codes, [GROUP_ROWS, tiling.BLOCK_K]), self.view(b, [self.wide, tiling.BLOCK_K]), *self.boxes,
             out, *addends(out, bias, residual), self.box, self.flags, context.heap.bases, self.control,
             scales, *strides, scales_b,

@@ -1,8 +1,20 @@
-"""Optional addends of the sum, applied when it is stored: a bias [n], and a residual with the shape of the output.
+"""The owner of some rows of C adds up the partial sums of all ranks, in float32 and in the order of the ranks. And optional
+addends.
 
-Both are added in float32 before the sum is rounded. With a replicated output all ranks get the same rounded sum. Each
-rank adds its own bias and residual to it, and the result is rounded again. Rows of padding stay zero. A call without
-addends compiles to a kernel without their arguments.
+The order of addition does not depend on the order of arrival, so equal inputs give equal bits. With a replicated output the owner
+sends the sums to every rank.
+
+The owner adds up pieces of its rows in the order in which the tiles arrive. A piece waits for one flag per rank, whose tiles
+cover the piece. The sum is stored in the output. With a replicated output it is also stored in the `sums` of every other rank.
+After the last piece of a row of tiles, the flag of that row is raised at every other rank.
+
+There are two slots, chosen by the parity of the call. A rank writes a slot again two calls later. In the call in between it
+waited for flags of every peer, and each peer raised them after it had finished with the slot. This requires that every call waits
+for every peer. So each rank owns at least one row of tiles, possibly of padding.
+
+Addends are a bias [n], and a residual with the shape of the output. Both are added in float32 before the sum is rounded. With a
+replicated output all ranks get the same rounded sum. Each rank adds its own bias and residual to it, and the result is rounded
+again. Rows of padding stay zero. A call without addends compiles to a kernel without their arguments.
 """
 
 from __future__ import annotations
@@ -26,8 +38,8 @@ BIAS, RESIDUAL = 1, 2
 def with_addends(
     total, bias, residual, added, row, row_end, col, n, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """total + bias[col:] + residual[row:row_end, col:] for rows below `row_end`. The bits of `added` say which
-    addends are present.
+    """total + bias[col:] + residual[row:row_end, col:] for rows below `row_end`; the bits of `added` say which addends are
+    present.
 
     `residual` has rows of n elements, a multiple of ALIGNED.
     """
@@ -44,8 +56,8 @@ def with_addends(
 
 
 def addends(out: Tensor, bias: Tensor | None, residual: Tensor | None) -> tuple[Any, Any, Any]:
-    """Returns the kernel arguments (bias, residual, which). All are None if nothing is added. Otherwise `out`
-    replaces a missing addend, and the kernel does not read it.
+    """The kernel arguments (bias, residual, which), all None if nothing is added. `out` stands for a missing addend and is not
+    read.
     """
     if bias is None and residual is None:
         return None, None, None
@@ -54,8 +66,7 @@ def addends(out: Tensor, bias: Tensor | None, residual: Tensor | None) -> tuple[
 
 
 class Adding(Kernel[GemmReduceScatter]):
-    """A kernel whose calls also take a bias and a residual. Both are contiguous, start at multiples of 16 bytes, and
-    share no memory with the output.
+    """A kernel whose calls also take a bias and a residual: contiguous, at multiples of 16 bytes, apart from the output's memory.
     """
 
     ADDS = True
@@ -65,22 +76,6 @@ class Adding(Kernel[GemmReduceScatter]):
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         """See Kernel.__call__."""
 
-
-# PART gemm_reduce_scatter.reduction
-"""Reduction: the owner of some rows of C adds up the partial sums of all ranks, in float32 and in the order of the
-ranks.
-
-The order of addition does not depend on the order of arrival, so equal inputs give equal bits. With a replicated
-output the owner sends the sums to every rank.
-
-The owner adds up pieces of its rows in the order in which the tiles arrive. A piece waits for one flag per rank,
-whose tiles cover the piece. The sum is stored in the output. With a replicated output it is also stored in the `sums`
-of every other rank. After the last piece of a row of tiles, the flag of that row is raised at every other rank.
-
-There are two slots, chosen by the parity of the call. A rank writes a slot again two calls later. In the call in
-between it waited for flags of every peer, and each peer raised them after it had finished with the slot. This
-requires that every call waits for every peer. So each rank owns at least one row of tiles, possibly of padding.
-"""
 
 @triton.jit
 def load_rows(there, row, row_end, col, n, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr):
@@ -112,8 +107,8 @@ def store_sum(
     total, out, bias, residual, added, sums, slot, row, col, m, n, rows, room, bases, rank,
     WORLD: tl.constexpr, REPLICATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Stores a piece of this rank's rows in the output. With a replicated output it also stores the piece, without
-    bias and residual, in the sums [slot, owner, room, n] of all other ranks.
+    """Stores a piece of this rank's rows in the output. With a replicated output it also stores the piece, without bias and
+    residual, in the sums [slot, owner, room, n] of all other ranks.
     """
     below = tl.minimum(rows, m - rank * rows)  # rows that are not padding
     if REPLICATED:
@@ -133,9 +128,7 @@ def store_sum(
 
 @triton.jit
 def tell_sums(line, need, counts, told, flags, bases, rank, epoch, most_lines, WORLD: tl.constexpr, TARGET: tl.constexpr):
-    """Counts a piece of a line of sums. With the `need`-th piece it raises the line's flag [source, most_lines] at
-    all peers.
-    """
+    """Counts a piece of a line of sums. With the `need`-th piece it raises the line's flag [source, most_lines] at all peers."""
     if count(counts + line, TARGET, "sys") == need - 1:
         tl.store(counts + line, 0)
         before = tl.atomic_xchg(told + line, epoch, sem="relaxed", scope="gpu")
@@ -187,9 +180,7 @@ def receive_sums(
     out, bias, residual, added, sums, sum_flags, control, rank, epoch, slot, first, step, m, n, rows, room,
     WORLD: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Copies every step-th piece of the other ranks' sums to the output. Each piece waits for the flag of its line of
-    LINE rows.
-    """
+    """Copies every step-th piece of the other ranks' sums to the output; it waits for the flag of its line of LINE rows."""
     down = tl.cdiv(rows, ROWS)
     across = tl.cdiv(n, COLS)
     lines = tl.cdiv(room, LINE)

@@ -34,11 +34,9 @@ class Factor(NamedTuple):
         return Factor(self.codes[rows], self.scales[rows] if self.scales.dim() == 2 else self.scales)
 
     def t(self) -> Factor:
-        """The transposed matrix."""
         return Factor(self.codes.t(), self.scales if self.scales.dim() == 1 else self.scales.t())
 
     def data_ptr(self) -> int:
-        """The address of the codes."""
         return self.codes.data_ptr()
 
 
@@ -57,8 +55,8 @@ class Multiplying:
 
 
 class Scaled(Kernel[GemmReduceScatter]):
-    """A plain kernel with products of e4m3. Tensors of a call: A, B, the scales of A unless a call makes them, the scales of B, C;
-    bias and residual may follow.
+    """A plain kernel with products of e4m3. A call takes A, B, the scales of A unless it makes them, the scales of B, C, bias,
+    residual.
     """
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
@@ -68,7 +66,6 @@ class Scaled(Kernel[GemmReduceScatter]):
         self.problem = problem
 
     def __call__(self, a: Tensor, b: Tensor, *rest: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> Any:
-        """See Adding.__call__."""
         of_a, scales_b, out = rest[:-2], rest[-2], rest[-1]
         more = () if bias is None and residual is None else (bias, residual)
         codes = self.quantised(a, of_a[0] if of_a else None)

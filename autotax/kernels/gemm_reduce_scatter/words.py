@@ -1,29 +1,29 @@
-"""words: for few rows. Partial sums travel as 8-byte words that carry the number of their call, so neither fences nor
-flags are needed.
+"""words, for few rows: partial sums travel as 8-byte words that carry the number of their call, so they need no fences and no
+flags.
 
-A word has four bytes of data in its low half: one float32, or two neighbouring columns of 16 bits. Its high half is
-the number of the call. One store writes it. The reader loads its words repeatedly until every word has this call's
-number. `shots` selects how a replicated output is made:
+A word has four bytes of data in its low half: one float32, or two neighbouring columns of 16 bits. Its high half is the number of
+the call. One store writes it. The reader loads its words repeatedly until every word has this call's number. `shots` selects how
+a replicated output is made:
 
 - `one`: every rank sends its partial sum to all ranks, and each adds up everything. One trip.
 - `two`: each rank adds up some of the column tiles and sends the sums to all. Two trips, fewer bytes.
 
 A scattered output takes one trip, to the owner of each row.
 
-Waits: programs first compute and send all their tiles without waiting. Then they wait for partial sums, including
-those of this rank, and finally for sums. So every wait ends.
+Waits: programs first compute and send all their tiles without waiting. Then they wait for partial sums, including those of this
+rank, and finally for sums. So every wait ends.
 
-No stale word can match. There are two slots, chosen by the parity of the call. A word of the slot holds the number of
-an earlier call until this call's word replaces it whole.
+No stale word can match. There are two slots, chosen by the parity of the call. A word of the slot holds the number of an earlier
+call until this call's word replaces it whole.
 
-No word is replaced too early. A rank writes to an owner of rows or tiles in call e + 2 only after it has data from
-that owner's call e + 1: sums, words, or sums of another owner that waited for its words. The owner sent all of these
-after it had finished call e. In every call each rank waits for words of every other rank, directly or through an
-owner that did. This holds because rows of padding are sent too.
+No word is replaced too early. A rank writes to an owner of rows or tiles in call e + 2 only after it has data from that owner's
+call e + 1: sums, words, or sums of another owner that waited for its words. The owner sent all of these after it had finished
+call e. In every call each rank waits for words of every other rank, directly or through an owner that did. This holds because
+rows of padding are sent too.
 
-The whole program votes on whether all words have arrived (`absent` in flash_decode.ll_packets gives the reason; for
-AMD see `whole_words`). The values that are used are those that passed the vote. Each turn loads every word anew and
-adds it up, and the sum of the last turn is the result.
+The whole program votes on whether all words have arrived: `flash_decode.exchange` gives the reason, and `primitives` that for
+AMD. The values that are used are those that passed the vote. Each turn loads every word anew and adds it up, and the sum of the
+last turn is the result.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ last_block = arithmetic(tiling.last_block)
 pieces = arithmetic(tiling.pieces)
 
 PIECE_WORDS = 1024
-"""Words that a program polls together: at least as many as it has threads, because the threads may load a smaller
-tile twice.
-"""
+"""Words that a program polls together: at least as many as it has threads, which may load a smaller tile twice."""
 
 
 @triton.jit
@@ -122,9 +120,7 @@ def await_sum(
     there, stride, inside, safe, epoch, source_of_first, control, limit,
     SOURCES: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Repeats `look` until all words are of this call, and returns its sums. After `limit` looks it records a note
-    and gives up.
-    """
+    """Repeats `look` until all words are of this call, and returns its sums; after `limit` looks it records a note."""
     missing, low, high = look(there, stride, inside, safe, epoch, SOURCES, TWO, PAYLOAD, TARGET)
     absent = anywhere(missing, TARGET)
     looks = 0
@@ -168,8 +164,8 @@ def send(
     WORLD: tl.constexpr, HOW: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows row ... top - 1 to the ranks that add them up. `place` is the offset, in words, of this rank's box
-    for this call.
+    """Writes rows row ... top - 1 to the ranks that add them up. `place` is the offset of this rank's box for this call, in
+    words.
     """
     width = tl.cdiv(n, 2) if TWO else n
     first = col // 2 if TWO else col
@@ -200,9 +196,7 @@ def words_kernel(
     KN: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, TMA: tl.constexpr, ALIGNED_K: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`words` are [2, source, room, words of a row], `sums` [2, room, words of a row]. `room` is the rows of all
-    ranks or of one.
-    """
+    """`words` are [2, source, room, words of a row], `sums` [2, room, words of a row]; `room` is all rows or those of a rank."""
     epoch = tl.load(control + EPOCH)
     limit = tl.load(control + LIMIT)
     program = tl.program_id(0)
@@ -351,18 +345,11 @@ class Words(Adding):
         self.finished = context.empty((max(1, cut),), torch.int32).zero_()
         rows = min(self.tiles.block_m, power_of_two(self.room))
         self.constants: dict[str, Any] = {
-            "WORLD": world,
-            "HOW": self.how,
-            "TWO": two,
-            "PAYLOAD": TYPES[wire],
-            "SUMS_TWO": sums_two,
-            "SUM": TYPES[dtype],
-            "KN": problem.weight == "kn",
-            "ALIGNED_K": math.gcd(problem.k, 16),
-            "ALIGNED_N": math.gcd(problem.n, 16),
+            "WORLD": world, "HOW": self.how, "TWO": two, "PAYLOAD": TYPES[wire], "SUMS_TWO": sums_two, "SUM": TYPES[dtype],
+            "KN": problem.weight == "kn", "ALIGNED_K": math.gcd(problem.k, 16), "ALIGNED_N": math.gcd(problem.n, 16),
             **{name: value for name, value in self.tiles.constants.items() if name != "INTERLEAVED"},
             **piece_of(self.how, self.tiles.block_n // (1 + two), rows),
-        }
+        }  # fmt: skip
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         problem, context, tiles = self.problem, self.context, self.tiles
@@ -370,17 +357,14 @@ class Words(Adding):
         if tiles.tma and problem.weight == "kn":
             view_b = TensorDescriptor.from_tensor(b, [tiles.block_k, tiles.block_n])
         context.launch(
-            words_kernel,
-            (context.processors,),
+            words_kernel, (context.processors,),
             tiles.view_a(a), view_b, out, *addends(out, bias, residual), self.words, self.sums, self.partials, self.finished, context.heap.bases, self.control,
             context.rank, problem.m, problem.n, problem.k, problem.shard_rows, self.room,
             **self.constants,
         )  # fmt: skip
 
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:  # noqa: ARG002
-        """Supports any number of rows: slots keep the places they have for the most rows, and a word carries the
-        number of its call.
-        """
+        """Supports any number of rows: slots keep their places, and a word carries the number of its call."""
         return {}
 
 
@@ -396,9 +380,6 @@ def piece_of(how: str, tile_words: int, rows: int) -> dict[str, int]:
         rows = PIECE_WORDS // words
     return {"ROWS": rows, "WORDS": words}
 
-
-# PART gemm_reduce_scatter.scaled_words
-"""scaled_words: `words` with a product of e4m3. `words` says why every wait ends and no word is mistaken."""
 
 @triton.jit(do_not_specialize=["rank", "added"])
 def scaled_words_kernel(
@@ -467,7 +448,8 @@ def scaled_words_kernel(
 
 
 class ScaledWords(Words):
-    """Tensors of a call: see Scaled."""
+    """`Words` with a product of e4m3. Tensors of a call: see `scaled_sums.Scaled`."""
+
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         self.tile = tile = Tile(config, context)
@@ -484,14 +466,12 @@ class ScaledWords(Words):
     def __call__(
         self, a: Tensor, b: Tensor, *rest: Any, bias: Tensor | None = None, residual: Tensor | None = None
     ) -> None:
-        """See Scaled.__call__."""
         of_a, scales_b, out = rest[:-2], rest[-2], rest[-1]
         a, scales_a = self.quantised(a, of_a[0] if of_a else None)
         problem, context, tile = self.problem, self.context, self.tile
         strides = scales_a.stride() if scales_a.dim() == 2 else (0, 0)
         context.launch(
-            scaled_words_kernel,
-            (context.processors,),
+            scaled_words_kernel, (context.processors,),
             tile.view(a, tile.rows), scales_a, *strides, tile.view(b, tile.columns), scales_b, out, *addends(out, bias, residual),
             self.words, self.sums, self.partials, self.finished, context.heap.bases, self.control,
             context.rank, problem.m, problem.n, problem.k, problem.shard_rows, self.room,
