@@ -113,11 +113,10 @@ def _part(problem: DecodeMerge, layout: Layout) -> tuple[int, int]:
 
 
 # PART decode_merge.peers
-"""The alternative to bsp in comparisons: the other way in which serving engines merge."""
 
 class GatherAndReduce(Kernel[DecodeMerge]):
-    """The library's all-gather of the log-sum-exps, each rank's O times its weight in float32, and the library's reduce-scatter,
-    or for a replicated output its all-reduce.
+    """The other way of serving engines: an all-gather of the log-sum-exps, each rank's O times its weight, then reduce-scatter or
+    all-reduce.
     """
 
     def __init__(self, problem: DecodeMerge, config: Config, context: Context) -> None:

@@ -1,7 +1,8 @@
-"""gather: our own all-gather, or with `head_scatter` all-to-all, replaces that of the library; the merge follows.
+"""gather and fine_grained: our own all-gather, or with `head_scatter` all-to-all, replaces that of the library; the merge
+follows.
 
-Why every wait ends: in the pushing launch one program per source waits, after it has sent. At most as many programs wait as there
-are ranks, so all the others find room, and they do not wait. When the second launch begins, all data have arrived.
+Why every wait of gather ends: in the pushing launch one program per source waits, after it has sent. At most as many programs
+wait as there are ranks, so all the others find room, and they do not wait. When the second launch begins, all data have arrived.
 
 Rows are stored unchanged in the inbox [2, world, arriving, head_dim]. One flag per source follows; all senders of that source to
 a rank raise it. The parity of the call selects the slot. A rank overwrites a slot two calls later. In the call in between it
@@ -132,15 +133,13 @@ def merge_blocks_kernel(
 
 
 class FineGrained(MergeKernel):
-    """Each block of rows is pushed to all ranks, or to its owner, followed by its flag. A block is merged when it has
-    arrived from all ranks.
+    """A flag follows each block of rows that a rank pushes, and a block is merged when it has arrived from all ranks.
 
-    Why every wait ends: only programs of the second launch wait, for the first launch of all ranks. The first launch does not wait,
-    and on each rank it ends before the second begins. So the sizes of the grids do not matter.
+    Why every wait ends: only programs of the second launch wait, for the first launch of all ranks. The first launch does not
+    wait, and on each rank it ends before the second begins. So the sizes of the grids do not matter.
 
-    Inbox and slots are those of `gather`, with a flag for each (source, block of rows). Every call raises each flag once; a call of
-    fewer rows sends the missing rows as empty ones. Slots are reused safely for the reason given in `gather`, because every call
-    waits for blocks of every peer.
+    Every call raises the flag of each (source, block of rows) once; a call of fewer rows sends the missing rows as empty ones.
+    Slots are reused as in `Gather`, because every call waits for blocks of every peer.
     """
 
     def __init__(self, problem: DecodeMerge, config: Config, context: Context) -> None:

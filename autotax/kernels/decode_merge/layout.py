@@ -1,4 +1,8 @@
-"""The host side shared by the variants: the distribution of rows to programs and ranks, and the calls that a kernel can serve."""
+"""What the variants share: the distribution of rows to programs and ranks, and loads and stores in the layouts of attention
+kernels.
+
+A row is (query token, head). Inside the kernels log-sum-exps have base 2, and an empty row is (0, -inf), as in `flash_decode`.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,7 @@ from autotax.kernels.kernel import Kernel
 from autotax.operators.decode_merge import DecodeMerge
 
 Held = tuple[Tensor, Tensor]
-"""Number of tokens of each sequence on this rank, int32 [sequences], and the first query token of each sequence, int32 [sequences
-+ 1]: see `partials.holds_nothing`.
-"""
+"""Tokens of each sequence on this rank, and the first query token of each sequence: see `holds_nothing`."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,7 @@ class Layout:
 
 
 class MergeKernel(Kernel[DecodeMerge]):
-    """A variant whose kernel is built for a number of query tokens and serves any smaller number; memory and flags keep their
-    places.
-    """
+    """A variant built for a number of query tokens that serves any smaller number; memory and flags keep their places."""
 
     def __init__(self, problem: DecodeMerge, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
@@ -62,9 +62,7 @@ class MergeKernel(Kernel[DecodeMerge]):
         self.how = {"num_warps": config["num_warps"]}
 
     def changes_for(self, smaller: DecodeMerge) -> dict[str, Any]:  # noqa: ARG002
-        """Any number of tokens: missing rows are sent as empty ones, so that every flag is raised and every word gets the tag of
-        the call.
-        """
+        """Any number of tokens: missing rows are sent as empty ones, so all flags are raised and all words get the call's tag."""
         return {}
 
     def own(self, o: Tensor, lse: Tensor, held: Held | None) -> tuple[Any, ...]:
@@ -119,11 +117,6 @@ class AtOnce(MergeKernel):
 
 
 # PART decode_merge.partials
-"""Loads and stores of the merge: rows of O and LSE, in the layouts of attention kernels.
-
-A row is (query token, head). Inside the kernels log-sum-exps have base 2, and an empty row is (0, -inf). These are the
-conventions of `kernels.flash_decode`, whose merge and exchange these variants use.
-"""
 
 @triton.jit
 def holds_nothing(lens, starts, sequences, token):
@@ -145,12 +138,12 @@ def load_partial(
     o, lse, lens, starts, sequences, first, rows, heads, lse_token, lse_head,
     BASE_E: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Loads rows first ... first + GROUP of this rank's O [tokens, heads, head_dim] and LSE as float32 o [BLOCK_G, BLOCK_D], lse
+    """Loads rows first ... first + GROUP of this rank's O [tokens, heads, head_dim] and LSE as float32 [BLOCK_G, BLOCK_D] and
     [BLOCK_G].
 
     `lse_token` and `lse_head` are the strides of LSE. The result is (0, -inf) for rows whose LSE is not finite, whatever O holds
-    there, and for rows from `rows` on. With `lens` it is (0, -inf) also for tokens for which `holds_nothing` is true. BLOCK_D may
-    be a part of HEAD_DIM; then `o` points to the first column of that part.
+    there, for rows from `rows` on, and with `lens` for tokens of which this rank `holds_nothing`. BLOCK_D may be a part of
+    HEAD_DIM; then `o` points to the first column of that part.
     """
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)

@@ -1,6 +1,7 @@
-"""words: one kernel. All programs push rows as LL words, then each merges some rows of all ranks. No fences and no flags.
+"""words and compact: one kernel. All programs push rows as LL words, then each merges some rows of all ranks. No fences and no
+flags.
 
-A word is 8 bytes: a float32 of O, its row's log-sum-exp, and a tag of three bits (see `flash_decode.ll_packets`).
+A word is 8 bytes: a float32 of O, its row's log-sum-exp, and a tag of three bits (see `flash_decode.exchange`).
 
 Why every wait ends: programs first send all their rows without waiting; then they wait for words of all ranks. All programs are
 resident at the same time: the launch is cooperative, so CUDA refuses a grid that does not fit.
@@ -125,11 +126,11 @@ def compact_merge_kernel(
 
 
 class Compact(AtOnce):
-    """`words` with words of four 15-bit floats (`flash_decode.minifloat`), so a column costs 16 bits on the links.
+    """`Words` with words of four 15-bit floats (`flash_decode.compact`), so a column costs 16 bits on the links.
 
-    Besides its words, each part of a row has a head, sent twice: a float32 word with the scale and the log-sum-exp. The error of a
-    column is at most 2^-10 of it plus 2^-39 of the largest finite column of its part. The phases, and the reasons why every wait ends
-    and no stale word matches, are those of `words`. Heads and words are polled and voted on together.
+    Besides its words, each part of a row has a head, sent twice: a float32 word with the scale and the log-sum-exp. The error of
+    a column is at most 2^-10 of it plus 2^-39 of the largest finite column of its part. Heads and words are polled and voted on
+    together.
     """
 
     KERNEL = compact_merge_kernel

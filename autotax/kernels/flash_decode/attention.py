@@ -32,8 +32,7 @@ def attend(
     `scale` is the softmax scale times log2(e). Rows past GROUP and columns past HEAD_DIM are padding. With PAGE tokens per page,
     `table` holds the page numbers of each sequence; only entries of existing tokens are loaded. Without pages it is None. WARPS >
     0: each warp handles its own tokens of a block. WARPS = 0: all warps share each block. WARPS < 0: each of -WARPS warps handles
-    one KV head. Then an `item` is -WARPS KV heads, GROUP counts the rows of all of them, and `kv_heads` is the number of items
-    per sequence.
+    one KV head; then an `item` is -WARPS KV heads, GROUP counts the rows of all, and `kv_heads` are the items of a sequence.
 
     Rows are QUERIES query tokens of each of GROUP / QUERIES heads; `lengths` is [batch, QUERIES]. Three arguments may be None.
     `starts` has the shape of `lengths`: the first token that a query token sees. `scales` [2, kv_heads] belong to K and V.
@@ -84,9 +83,8 @@ def store_partial(
 
 @triton.jit
 def places(before, item, kv_heads, rows, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, SHARE: tl.constexpr):
-    """Row numbers [BLOCK_G] of the partial results of KV head `item`; `before` rows precede all of them.
-
-    SHARE: query heads that each rank owns, or 0 where all ranks get all heads.
+    """Row numbers [BLOCK_G] of KV head `item`, behind `before` rows. SHARE: query heads that a rank owns; 0 where all ranks get
+    all.
     """
     g = tl.arange(0, BLOCK_G)
     return before + place(item * GROUP + g, rows, kv_heads * GROUP, SHARE) if SHARE > 0 else before + item * GROUP + g
@@ -100,8 +98,8 @@ def merge(
     """Merges PIECES partial results of rows first ... first + GROUP; strides are elements between pieces.
 
     The log-sum-exps are loaded first, so that the loads of all pieces are independent of each other. On NVIDIA the `.cg` loads
-    bypass the L1, because another processor or rank may have written the data during this kernel. On AMD `.cg` is only a hint not
-    to keep the line; there the acquire of a flag or count has already invalidated stale lines.
+    bypass the L1, because another processor or rank may have written the data during this kernel. On AMD `.cg` is only a hint;
+    there the acquire of a flag or count has already invalidated stale lines.
     """
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -147,7 +145,7 @@ def split_kernel(
 @triton.jit
 def work_of(program, items, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr):
     """The (item, split) of a program: all splits of an item and then the next item, or with SPLIT_FIRST one split of every item
-    and then the next split.
+    first.
 
     The hardware deals programs to dies in turn. The order gives each die neighbouring splits, or with SPLIT_FIRST neighbouring
     items.

@@ -1,6 +1,9 @@
-"""bsp: the bulk-synchronous baseline. Split kernel, local merge, the collective library's all-gather, merge over the ranks.
+"""Variants of separate launches. bsp, the bulk-synchronous baseline, splits, merges, calls the library's all-gather and merges
+over ranks.
 
-With output `head_scatter` an all-to-all replaces the all-gather: each rank receives the rows that it owns.
+With output `head_scatter` an all-to-all replaces the all-gather: each rank receives the rows that it owns. gather and
+fine_grained replace the collective by a push: every rank, the sender included, gets the whole partial result of a rank, or the
+rows that it owns. Their inbox is that of `exchange`, with one flag per source, which all programs that send to a rank signal.
 """
 
 from __future__ import annotations
@@ -66,9 +69,7 @@ def store_part(
     o, lse, parts, first, arriving, part,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows of one owner to parts [world, part]. The part of a rank holds the results of the `arriving` rows that it owns,
-    then their log-sum-exps.
-    """
+    """Writes rows of one owner to parts [world, part]: results of the `arriving` rows that it owns, then their log-sum-exps."""
     parts += (first // arriving).to(tl.int64) * part
     at = first % arriving + tl.arange(0, BLOCK_G)
     store_partial(o, lse, parts, parts + arriving * HEAD_DIM, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
@@ -156,11 +157,6 @@ class Bsp(DecodeBase):
 
 
 # PART flash_decode.gather
-"""The bulk push that `gather` and `fine_grained` share: every rank, the sender included, gets the whole partial result of a rank,
-or with output `head_scatter` the rows that it owns.
-
-The inbox is that of `exchange`, with one flag per source. All programs that send to a rank signal the same flag.
-"""
 
 @triton.jit(do_not_specialize=["rank"])
 def push_kernel(
@@ -168,11 +164,11 @@ def push_kernel(
     WORLD: tl.constexpr, SENDERS: tl.constexpr, SCATTER: tl.constexpr, WAIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """SENDERS programs per destination; each sends a share of o [arriving, head_dim] and lse [arriving]. With SCATTER, o and lse
-    hold the rows of all destinations one after the other.
+    """SENDERS programs per destination; each sends a share of o [arriving, head_dim] and lse [arriving], with SCATTER of its
+    destination's rows.
 
-    With WAIT the last sender to each destination also waits for one source, after it has sent. So the launch ends when all
-    sources have arrived.
+    With WAIT the last sender to each destination also waits for one source, after it has sent. So the launch ends when all have
+    arrived.
     """
     epoch = tl.load(control + EPOCH)
     hop = tl.program_id(0) // SENDERS + 1
@@ -271,10 +267,9 @@ def combine_when_arrived_kernel(
 
 
 class FineGrained(Gather):
-    """The push of `gather`, without its barrier: the merge over the ranks waits source by source.
+    """The push of `Gather`, without its barrier: the merge over the ranks waits source by source.
 
-    Why every wait ends: only programs of the last launch wait. They wait for the pushes of all ranks, and pushing programs do not
-    wait.
+    Why every wait ends: only the last launch waits, for the pushes of all ranks, and pushing programs do not wait.
     """
 
     def __call__(self, *tensors: Tensor) -> None:

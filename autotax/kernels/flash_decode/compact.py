@@ -1,8 +1,10 @@
-"""LL words of four columns: floating-point numbers of 15 bits, scaled by the largest number of their row. They take a quarter of
-the bytes of float32 words.
+"""compact: `resident` with LL words of four columns, a quarter of the bytes of float32 words on the links and between splits.
 
-A word is 8 bytes, written by one store: four neighbouring columns of 15 bits each, and the tag of `ll_packets` in its last three
-bits. A row also has a head: a float32 word of `ll_packets` with the row's scale and log-sum-exp. The scale is the power of two of
+The phases, and the reasons why every wait ends, are those of `resident`. The arguments of `exchange` about tearing, stale words
+and votes hold for heads and words alike: each has its tag, all are polled, and the vote and the merge use the same loaded values.
+
+A word is 8 bytes, written by one store: four neighbouring columns of 15 bits each, and the tag of `exchange` in its last three
+bits. A row also has a head: a float32 word of `exchange` with the row's scale and log-sum-exp. The scale is the power of two of
 the largest finite magnitude among the columns.
 
 A column has a sign, 5 bits of exponent and 9 of mantissa. They are bits of the float32 (column / scale + sign * 2^-29) * 2^126.
@@ -12,11 +14,7 @@ columns lose precision gradually, and zero arrives as zero. The error of a colum
     2^-10 * |column| + 2^-39 * (largest finite magnitude of the row) + 2^-149
 
 for all finite columns that bf16 or fp16 can hold. So the relative error stays below 2^-9 for columns down to 2^-29 of the
-largest; rounding to bf16 has 2^-8. Infinity arrives as infinity and NaN as NaN, as in float32 words, and other columns are not
-affected.
-
-The arguments of `ll_packets` about tearing, stale words and votes hold for heads and words alike. Each has its tag, all are
-polled, and the vote and the merge use the same loaded values.
+largest; rounding to bf16 has 2^-8. Infinity arrives as infinity and NaN as NaN, and other columns are not affected.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from autotax.operators.flash_decode import FlashDecode
 SIGN, EXPONENT = tl.constexpr(-0x80000000), tl.constexpr(0x7F800000)
 MAGNITUDE, NAN, ONE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7FC00000), tl.constexpr(0x3F800000)
 LEAST = tl.constexpr(16 << 23)
-"""The bits of 2^-111, the smallest scale. With a smaller one, an infinite column times a small weight and the scale would be 0 *
+"""The bits of 2^-111, the smallest scale: with a smaller one an infinite column times a small weight and the scale would be 0 *
 inf.
 """
 OFFSET, SENT_OFFSET = tl.constexpr((127 - 29) << 23), tl.constexpr((127 + 97) << 23)
@@ -87,8 +85,7 @@ def store_packed(
     """Writes the words [BLOCK_G, BLOCK_D / 4] and heads [BLOCK_G] of GROUP rows to rows `row` (int64 [BLOCK_G]) of `words` and
     `heads`.
 
-    Each row gets MINE heads: two per part of the row. If `packed` holds a single part, `words` and `heads` point to the start of
-    that part.
+    Each row gets MINE heads: two per part of the row. `packed` may hold a part, to whose start `words` and `heads` then point.
     """
     WORDS: tl.constexpr = (HEAD_DIM + 3) // 4
     g = tl.arange(0, BLOCK_G)
@@ -113,8 +110,10 @@ def number(words, COLUMN: tl.constexpr):
 def poll_rows(
     words_at, heads_at, mask, safe, epoch, piece, rank, control, limit, FROM_RANKS: tl.constexpr, TARGET: tl.constexpr
 ):  # fmt: skip
-    """Returns the words and heads at these addresses [BLOCK_G, CHUNK, BLOCK_W] when all have the tag of this call, or after
-    `limit` polls. `piece` [CHUNK] only labels the note that a timeout leaves, as in `ll_packets.poll`. Masked ones are zero.
+    """The words and heads at these addresses [BLOCK_G, CHUNK, BLOCK_W] when all have the tag of this call, or after `limit`
+    polls.
+
+    `piece` [CHUNK] only labels the note that a timeout leaves, as in `exchange.poll`. Masked ones are zero.
     """
     nothing = tag_of(epoch, tl.float32)
     words = load_whole(words_at, mask, safe, nothing, TARGET)
@@ -151,8 +150,8 @@ def merge_columns(
     `words_in` are [PIECES, rows, HEAD_DIM / 4, rounded up], `heads_in` [PIECES, rows, HEADS_A_ROW]; `first` is int64. BLOCK_D may
     be a part of HEAD_DIM; then both point to the start of that part. Returns o [BLOCK_G, BLOCK_D] and lse [BLOCK_G].
 
-    Pieces are the middle axis, because Triton distributes warps along the first. So a thread holds all pieces of its columns and
-    merges them without shared memory.
+    Pieces are the middle axis, because Triton distributes warps along the first. So a thread merges all pieces of its columns
+    without shared memory.
     """
     WORDS: tl.constexpr = (HEAD_DIM + 3) // 4
     BLOCK_W: tl.constexpr = BLOCK_D // 4
@@ -198,10 +197,6 @@ def merge_columns(
 
 
 # PART flash_decode.compact
-"""compact: `resident` with words of four 15-bit floats (`minifloat`), a quarter of the bytes of its float32 words on the links.
-
-The phases, and the reasons why every wait ends, are those of `resident`. The splits of a rank exchange results in such words too.
-"""
 
 @triton.jit
 def push_rows(
@@ -209,8 +204,10 @@ def push_rows(
     WORLD: tl.constexpr, SCATTER: tl.constexpr, HEADS_A_ROW: tl.constexpr, MINE: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows first ... first + GROUP of o [BLOCK_G, BLOCK_D] and lse [BLOCK_G] to the inboxes of all ranks, last to this
-    rank's inbox. With SCATTER it writes only to the rank that owns the rows. MINE: see `store_packed`.
+    """Writes rows first ... first + GROUP of o [BLOCK_G, BLOCK_D] and lse [BLOCK_G] to the inboxes of all ranks, to this rank's
+    last.
+
+    With SCATTER it writes only to the rank that owns the rows. MINE: see `store_packed`.
     """
     scale = scale_of(o)
     packed = pack_columns(o, scale, epoch, BLOCK_G, BLOCK_D)
@@ -238,9 +235,9 @@ def compact_kernel(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`split_words` are [SPLITS, rows, head_dim / 4] and `split_heads` [SPLITS, rows, 2 PARTS], `words` and `heads` have the same
-    layout per row of [2, world, arriving]; `epochs` is int32 [programs]. A merging program handles one of PARTS column ranges of
-    its rows.
+    """A merging program handles one of PARTS column ranges of its rows. `split_words` are [SPLITS, rows, head_dim / 4] and
+    `split_heads` [SPLITS, rows, 2 PARTS]; `words` and `heads` are alike for rows [2, world, arriving]; `epochs` is int32
+    [programs].
     """
     DIRECT: tl.constexpr = SPLITS == 1 and SHARE % GROUP == 0
     PART: tl.constexpr = BLOCK_D // PARTS

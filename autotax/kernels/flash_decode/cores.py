@@ -1,4 +1,17 @@
-"""The tokens that a split attends to, and the loads of their pages; all attention cores use this module."""
+"""Attention over a piece of the KV cache, in three cores: warps share each block of tokens, or take their own tokens, or a KV
+head each.
+
+In `attend_by_warp` and `attend_by_head` warps wait for each other only at the copies of a block. Query heads are the columns of
+the matrix products; the rows are tokens, then head_dim. So few heads are padded to eight columns instead of sixteen rows. Triton
+assigns one product to each warp if the products form a batch of as many as there are warps.
+
+By warp, a warp computes the maximum, the weights and the product with V for its own 16 or more tokens of every block. The results
+of the warps are merged once, at the end.
+
+By head, no merge over warps follows. A page holds all KV heads of a token, then those of the next token. So the heads of a
+program are contiguous for each token. A block lies in one page, so its addresses need one page number. A program of a single head
+would read a separate piece of memory for each token.
+"""
 
 import triton
 import triton.language as tl
@@ -8,9 +21,9 @@ from autotax.kernels.primitives import dot
 
 @triton.jit
 def piece(lengths, starts, sequence, split, QUERIES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Returns the first token of a split, the token after its last, and the first token to read. Splits are whole blocks, except
-    at the end of the sequence. With several query tokens, the last one sees the end of the sequence and the first one sees the
-    earliest token.
+    """The first token of a split, the token after its last, and the first token to read. Splits are whole blocks, but at the end.
+
+    With several query tokens, the last one sees the end of the sequence and the first one sees the earliest token.
     """
     if QUERIES > 1:
         lengths += sequence * QUERIES + QUERIES - 1
@@ -46,7 +59,7 @@ def inside_of(token, first, end, starts):
 
 @triton.jit
 def page_of(table, at, s, end, PAGE: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The page numbers of tokens at + s, in the shape of s. If a block lies in one page, it is a single number; blocks begin at
+    """The page numbers of tokens at + s, in the shape of s, or a single number if a block lies in one page. Blocks begin at
     multiples of their size. Entries of tokens from `end` on are not loaded.
     """
     token = at if BLOCK_S <= PAGE else at + s
@@ -99,8 +112,8 @@ def load_in_halves(cache, first, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.con
 
 @triton.jit
 def decoded(bits, KIND: tl.constexpr):
-    """Decodes the low eight bits of integers to float32. The interpreter's own conversion knows only one of the types and decodes
-    its NaN as a number.
+    """Decodes the low eight bits of integers to float32. The interpreter's own conversion knows one of the types, without its
+    NaN.
     """
     FNUZ: tl.constexpr = tl.float8e4b8 == KIND
     bits = bits.to(tl.int32)
@@ -125,8 +138,8 @@ def in_fp16(query, AXIS: tl.constexpr):
 
 @triton.jit
 def sink_of(sinks, head, split, g, GROUP: tl.constexpr, QUERIES: tl.constexpr):
-    """Base-2 sinks of the rows g of a KV head, float32 in the shape of g; -inf for all splits but the first. Only rank 0 gets the
-    sinks, the others get -inf (`shapes.DecodeBase`), so each sink is counted once.
+    """Base-2 sinks of rows g of a KV head, float32 in the shape of g; -inf for all splits but the first. Ranks but the first get
+    -inf.
     """
     HEADS: tl.constexpr = GROUP // QUERIES
     LOG2_E: tl.constexpr = 1.4426950408889634
@@ -134,7 +147,6 @@ def sink_of(sinks, head, split, g, GROUP: tl.constexpr, QUERIES: tl.constexpr):
 
 
 # PART flash_decode.by_block
-"""Attention over a piece of the KV cache in which all warps of a program share each block of tokens."""
 
 @triton.jit
 def attend_by_block(
@@ -218,15 +230,6 @@ def attend_by_block(
 
 
 # PART flash_decode.by_head
-"""Attention over a piece of the KV cache in which each warp of a program handles one KV head.
-
-A page holds all KV heads of a token, then those of the next token. So the heads of a program are contiguous for each token. A
-block lies in one page, so its addresses need one page number. A program of a single head would read a separate piece of memory
-for each token.
-
-As in `by_warp`, warps wait for each other only at the copies of a block, and query heads are the columns of the matrix products.
-No merge over warps follows.
-"""
 
 @triton.jit
 def attend_by_head(
@@ -344,14 +347,6 @@ def attend_by_head(
 
 
 # PART flash_decode.by_warp
-"""Attention over a piece of the KV cache in which each warp of a program handles its own tokens of every block.
-
-Warps wait for each other only at the copies of a block. A warp computes the maximum, the weights and the product with V for its
-own 16 or more tokens. The results of the warps are merged once, at the end. Query heads are the columns of the matrix products;
-the rows are tokens, then head_dim. So few heads are padded to eight columns instead of sixteen rows.
-
-Triton assigns one product to each warp if the products form a batch of as many as there are warps.
-"""
 
 @triton.jit
 def attend_by_warp(

@@ -1,4 +1,15 @@
-"""LL words: partial results that need neither fence nor flag, because every word carries a tag of its call.
+"""The exchange of partial results between ranks: push rows to the inboxes of the ranks that need them, then merge the received
+rows.
+
+With output `replicated` all rows go to all ranks; with `head_scatter` each row goes to the rank that owns its head, and rows are
+ordered by owner (`attention.place`). `arriving` is the number of rows that a rank receives from each rank.
+
+The inbox is o [2, world, arriving, ...] and, with flags, lse [2, world, arriving]. The parity of the epoch selects one of its two
+slots. A rank overwrites a slot two calls later. By then it has received the results of the call in between, and each peer sent
+those after it had finished reading the slot.
+
+With flags, rows are stored as float32 or the PAYLOAD type, and a flag follows each block of rows. With LL, rows are words that
+need neither fence nor flag, because every word carries a tag of its call.
 
 A word is 8 bytes, written by one store. Its low half is one float32 of a partial result, or two neighbouring columns rounded to a
 16-bit PAYLOAD type. Its high half is the log-sum-exp of its row, so that a word can be merged without any other. The tag is the
@@ -6,12 +17,12 @@ epoch of the call modulo 8. It replaces the last three bits of the float32, or w
 row of head_dim columns is WORDS words, head_dim or half as many, rounded up. The reader reloads its words until each has the tag
 of the call.
 
-Why no stale word can match: the parity of the epoch selects one of two slots, and each call writes all words of its slot. In call
-e a word of the slot has the tag of e - 2 (0 before the first calls) until call e replaces it. A store of eight aligned bytes is
-never torn. e - 2 and e differ modulo 8, even where epochs wrap around. No word is replaced before it was read: see `exchange`.
+Why no stale word can match: each call writes all words of its slot. In call e a word of the slot has the tag of e - 2 (0 before
+the first calls) until call e replaces it. A store of eight aligned bytes is never torn. e - 2 and e differ modulo 8, even where
+epochs wrap around.
 
 All threads decide together whether all words have arrived (`absent`). If each warp decided by itself, on loads made at different
-times, the warps would diverge. On NVIDIA the vote is an instruction; on AMD it is a reduction (see `kernels.whole_words`).
+times, the warps would diverge. On NVIDIA the vote is an instruction; on AMD it is a reduction (see `primitives`).
 
 The vote and the merge must use the same loaded values. If a tile has fewer elements than the program has threads, and two layouts
 of it are needed, Triton duplicates the load, even a volatile one. Threads would vote on one load and merge the other, made at
@@ -53,9 +64,8 @@ def rounded(o, PAYLOAD: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def pack_rows(o, lse, epoch, PAYLOAD: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The words of o [BLOCK_G, BLOCK_D], which has the PAYLOAD type: one word per column, or per two columns of a 16-bit type.
-
-    lse is float32 [BLOCK_G, BLOCK_D], the same in all columns of a row.
+    """The words of o [BLOCK_G, BLOCK_D] of the PAYLOAD type: one per column, or per two of 16 bits. lse is [BLOCK_G, BLOCK_D],
+    alike in a row.
     """
     lse = lse.to(tl.int32, bitcast=True)
     if tl.float32 == PAYLOAD:
@@ -101,11 +111,10 @@ def poll(
     at, mask, safe, epoch, piece, rank, control, limit,
     FROM_RANKS: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Returns the words at `at` [CHUNK, BLOCK_G, BLOCK_W] when all have the tag of this call, or after `limit` polls. Masked
-    words are zero.
+    """The words at `at` [CHUNK, BLOCK_G, BLOCK_W] when all have the tag of this call, or after `limit` polls. Masked words are
+    zero.
 
-    `piece` [CHUNK] only labels the note that a timeout leaves. It is the source rank of a word, or with FROM_RANKS False the
-    split on this rank.
+    `piece` [CHUNK] only labels the note of a timeout: the source rank, or with FROM_RANKS False the split on this rank.
     """
     nothing = tag_of(epoch, PAYLOAD)
     words = load_whole(at, mask, safe, nothing, TARGET)
@@ -134,8 +143,8 @@ def store_words(
 ):  # fmt: skip
     """Writes GROUP rows of a partial result, o in the PAYLOAD type, to rows `at` (int64 [BLOCK_G]) of out [rows, WORDS].
 
-    lse is [BLOCK_G], or [BLOCK_G, BLOCK_D] with equal columns. BLOCK_D may be a part of HEAD_DIM; then `out` points to the first
-    word of that part.
+    lse is [BLOCK_G], or [BLOCK_G, BLOCK_D] with equal columns. BLOCK_D may be a part of HEAD_DIM, at whose first word `out`
+    begins.
     """
     WORDS: tl.constexpr = HEAD_DIM if tl.float32 == PAYLOAD else (HEAD_DIM + 1) // 2
     BLOCK_W: tl.constexpr = BLOCK_D if tl.float32 == PAYLOAD else BLOCK_D // 2
@@ -157,8 +166,8 @@ def merge_words(
     """Waits for rows first ... first + GROUP of PIECES partial results and merges them, CHUNK (a power of two) at a time.
 
     `first` is int64, `rows` the number of rows of a piece, and `limit` comes from the control block. BLOCK_D may be a part of
-    HEAD_DIM; then `words_in` points to the first word of that part. Returns o [BLOCK_G, BLOCK_D] and lse [BLOCK_G, columns of
-    words], whose columns are equal.
+    HEAD_DIM, at whose first word `words_in` begins. Returns o [BLOCK_G, BLOCK_D] and lse [BLOCK_G, columns of words], whose
+    columns are equal.
     """
     TWO: tl.constexpr = tl.float32 != PAYLOAD
     WORDS: tl.constexpr = (HEAD_DIM + 1) // 2 if TWO else HEAD_DIM
@@ -205,19 +214,6 @@ def merge_words(
 
 
 # PART flash_decode.exchange
-"""The exchange of partial results between ranks: push rows to the inboxes of the ranks that need them, then merge the received
-rows.
-
-With output `replicated` all rows go to all ranks; with `head_scatter` each row goes to the rank that owns its head, and rows are
-ordered by owner (`attention.place`). `arriving` is the number of rows that a rank receives from each rank.
-
-The inbox is o [2, world, arriving, ...] and, with flags, lse [2, world, arriving]. The parity of the epoch selects one of its two
-slots. A rank overwrites a slot two calls later. By then it has received the results of the call in between, and each peer sent
-those after it had finished reading the slot.
-
-With flags, rows are stored as float32 or the PAYLOAD type, and a flag follows each block of rows. With LL, rows are words that
-carry the epoch (see `ll_packets`), and no flags are used.
-"""
 
 @triton.jit
 def distances(bases, rank, WORLD: tl.constexpr):
@@ -263,9 +259,7 @@ def send(
     o, lse, first, far, inbox_o, inbox_lse, epoch, rank, arriving, WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows first ... first + GROUP to the inbox of the rank at distance `far`; row numbers count the rows that arrive
-    there.
-    """
+    """Writes rows first ... first + GROUP, as counted there, to the inbox of the rank at distance `far`."""
     slot = (epoch & 1) * WORLD + rank
     there_o = (inbox_o.to(tl.int64) + far).to(inbox_o.dtype)
     at = first + tl.arange(0, BLOCK_G)
@@ -285,8 +279,8 @@ def receive_result(
 ):  # fmt: skip
     """Waits for rows first ... first + GROUP of every rank, merges them and writes out [arriving, head_dim].
 
-    PUSHED, a multiple of GROUP, is the number of rows that share a flag. With LL, BLOCK_D may be a part of HEAD_DIM; then `out`
-    and `inbox_o` point to the first column of that part. For CHUNK see `merge_words`.
+    PUSHED, a multiple of GROUP, is the number of rows that share a flag. With LL, BLOCK_D may be a part of HEAD_DIM, at whose
+    first column `out` and `inbox_o` begin. For CHUNK see `merge_words`.
     """
     slot = (epoch & 1) * WORLD
     if LL:

@@ -1,6 +1,6 @@
-"""fused: the local merge pushes its own result to every rank; the global merge waits per (source, block of heads).
+"""fused and single: the local merge pushes its own result to every rank; the global merge waits per (source, block of heads).
 
-Three kernels: split, merge and push, receive. Only the last waits, and only for the second kernel of its peers, which does not
+fused has three kernels: split, merge and push, receive. Only the last waits, for the second kernel of its peers, which does not
 wait.
 """
 
@@ -127,8 +127,8 @@ def single_kernel(
 
 
 class Single(DecodeKernel):
-    """One kernel. Split programs attend; the last program to finish a KV head merges its splits and pushes the result.
-    Receiving programs wait for all ranks and merge.
+    """One kernel. The last program to finish a KV head merges its splits and pushes the result; receivers wait for all ranks and
+    merge.
 
     Why every wait ends: only receiving programs wait, and only for split programs of this and other ranks, which do not wait.
     Receivers have the highest program ids and are fewer than the processors, so split programs always find room.

@@ -1,11 +1,12 @@
-"""resident: one kernel of three phases without special roles. All programs compute attention; then each merges some rows over the
-splits and pushes them; then it merges the same rows of all ranks. So LL words carry an all-reduce within the rank and then across
-the ranks.
+"""resident: one kernel of three phases without special roles, in which LL words carry an all-reduce within the rank and across
+ranks.
+
+All programs compute attention; then each merges some rows over the splits and pushes them; then it merges these rows of all
+ranks.
 
 Why every wait ends: the second phase waits for the first phase of all programs of this rank, the third for the second phase of
-all ranks. A program finishes each phase before it waits in the next, and all programs are resident at the same time. The launch
-is cooperative, so CUDA refuses a grid that does not fit. The interpreter runs programs one after the other, so it gets a single
-one.
+all ranks. A program finishes each phase before it waits in the next, and all programs are resident at the same time: the launch
+is cooperative, so CUDA refuses a grid that does not fit. The interpreter runs programs one after the other, so it gets one.
 
 If a KV head is not split and all its query heads go to the same ranks, the first phase pushes and the second is skipped. The
 words of the splits need one slot only: a rank overwrites them in its next launch, when all have been read.
@@ -42,8 +43,8 @@ def resident_kernel(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`splits` are words [SPLITS, rows, head_dim], `inbox` as in `exchange`, `epochs` int32 [programs]. A merging program handles
-    one of PARTS column ranges of its rows.
+    """A merging program handles one of PARTS column ranges of its rows. `splits` are words [SPLITS, rows, head_dim], `epochs`
+    [programs].
     """
     DIRECT: tl.constexpr = SPLITS == 1 and SHARE % GROUP == 0
     PART: tl.constexpr = BLOCK_D // PARTS

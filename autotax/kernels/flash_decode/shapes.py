@@ -75,8 +75,10 @@ class Shapes:
 
     @property
     def part(self) -> int:
-        """Size, in float32 elements, of the message that the collective library sends from one rank to another: the results of
-        the arriving rows, then their log-sum-exps. Messages are contiguous, so each must begin at a multiple of 16 bytes.
+        """The size in float32 elements of the library's message between two ranks: results of the arriving rows, then their
+        log-sum-exps.
+
+        Messages are contiguous, so each must begin at a multiple of 16 bytes.
         """
         return self.arriving * self.merge["HEAD_DIM"] + (ceil_div(self.arriving, 4) * 4 if self.scatter else self.arriving)
 
@@ -111,9 +113,7 @@ class DecodeKernel(DecodeBase):
     """A variant whose workspaces depend on the batch, and not on the capacity for tokens."""
 
     def changes_for(self, smaller: FlashDecode) -> dict[str, Any] | None:
-        """Allows fewer tokens but not fewer sequences. Flags count signals, so every call must raise all of them. LL tags repeat,
-        so every call must write all words.
-        """
+        """Fewer tokens but not fewer sequences: every call must raise all flags and, because LL tags repeat, write all words."""
         return {} if smaller.batch == self.problem.batch else None
 
 
@@ -157,8 +157,8 @@ class Inbox:
 
 
 def chunk_of(pieces: int, heads: int, width: int, threads: int) -> int:
-    """Number of the `pieces` partial results that `merge_words` polls at a time, in rows of `width` words; a power of two. A
-    program then polls at least one word per thread (see `ll_packets`), and at most MOST_WORDS.
+    """How many of `pieces` partial results `merge_words` polls at a time, in rows of `width` words; a power of two. A program
+    then polls at least one word per thread (see `exchange`), and at most MOST_WORDS.
     """
     words = power_of_two(heads) * width
     return max(1, ceil_div(threads, words), min(power_of_two(pieces), MOST_WORDS * threads // words))
