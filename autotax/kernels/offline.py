@@ -111,9 +111,7 @@ def pretend(target: str) -> Iterator[None]:
         driver.set_active(before)
 
 
-def compile_offline(
-    problem: Problem, config: Config, hardware: Hardware, kind: type[Context] | None = None
-) -> list[Compiled]:
+def compile_offline(problem: Problem, config: Config, hardware: Hardware, kind: type[Context] | None = None) -> list[Compiled]:
     """Compiles all kernels of a config for `hardware.target`, in a context of class `kind`. Raises Triton's errors."""
     fix_cache_keys()
     nobody: Any = None

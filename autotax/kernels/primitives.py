@@ -197,9 +197,7 @@ def wait_by_atomics(flag, goal, source, index, control, TARGET: tl.constexpr):
             note_missing(control, source, index, goal, seen, TARGET)
     if TARGET == "cuda":
         # TMA reads through the asynchronous proxy. The acquire above does not order that proxy.
-        tl.inline_asm_elementwise(
-            "fence.proxy.async;\nmov.u32 $0, $1;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1
-        )
+        tl.inline_asm_elementwise("fence.proxy.async;\nmov.u32 $0, $1;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1)
     return seen
 
 

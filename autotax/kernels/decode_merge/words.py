@@ -68,9 +68,7 @@ def words_kernel(
         )  # fmt: skip
         # Each word carries the log-sum-exp of its row; columns past the last have no words.
         sums = tl.max(tl.where((tl.arange(0, PART) < HEAD_DIM)[None, :], sums, float("-inf")), 1)
-        store_merged(
-            merged, sums, out + part * PART, out_lse, first, part == 0, BASE_E, GROUP, HEAD_DIM, BLOCK_G, PART, TARGET
-        )
+        store_merged(merged, sums, out + part * PART, out_lse, first, part == 0, BASE_E, GROUP, HEAD_DIM, BLOCK_G, PART, TARGET)
     tl.debug_barrier()  # all threads have read the epoch
     tl.store(epochs + program, epoch + 1)
 

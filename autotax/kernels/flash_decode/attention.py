@@ -57,9 +57,7 @@ def attend(
 
 
 @triton.jit
-def store_rows(
-    o, out, at, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+def store_rows(o, out, at, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
     """Writes GROUP rows to rows `at` [BLOCK_G] of out [rows, head_dim], converted to its type."""
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)

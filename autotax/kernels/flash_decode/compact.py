@@ -107,9 +107,7 @@ def number(words, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def poll_rows(
-    words_at, heads_at, mask, safe, epoch, piece, rank, control, limit, FROM_RANKS: tl.constexpr, TARGET: tl.constexpr
-):  # fmt: skip
+def poll_rows(words_at, heads_at, mask, safe, epoch, piece, rank, control, limit, FROM_RANKS: tl.constexpr, TARGET: tl.constexpr):
     """The words and heads at these addresses [BLOCK_G, CHUNK, BLOCK_W] when all have the tag of this call, or after `limit`
     polls.
 

@@ -107,10 +107,7 @@ def place_of(slot, owner, source, room, n, WORLD: tl.constexpr, PULL: tl.constex
 
 
 @triton.jit
-def tell(
-    where, counts, told, flags, bases, rank, epoch, n_tiles, most_blocks,
-    TILES: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
+def tell(where, counts, told, flags, bases, rank, epoch, n_tiles, most_blocks, TILES: tl.constexpr, TARGET: tl.constexpr):
     """Counts a stored tile. For the last of a flag's tiles it raises the flag [source, most_blocks, groups] at the owner.
 
     `where` is (owner * most_blocks + row of tiles) * n_tiles + tile of the row.
@@ -171,9 +168,7 @@ def multiply_and_send(
     for item in tl.range(worker, items, workers, flatten=FLAT):
         tile = tile_of(item, whole, SPLITS)
         theirs = tile < remote
-        place = grouped(
-            tl.where(theirs, tile, tile - remote), tl.where(theirs, (WORLD - 1) * m_tiles, m_tiles), n_tiles, GROUP_M
-        )  # fmt: skip
+        place = grouped(tl.where(theirs, tile, tile - remote), tl.where(theirs, (WORLD - 1) * m_tiles, m_tiles), n_tiles, GROUP_M)
         position = tl.where(theirs, remote_row(place // n_tiles, m_tiles, WORLD, INTERLEAVED), place // n_tiles)
         owner = (rank + position // m_tiles) % WORLD
         row = position % m_tiles * BLOCK_M

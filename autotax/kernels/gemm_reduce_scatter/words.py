@@ -299,9 +299,7 @@ def add_words(
                 store_whole(tl.multiple_of(theirs, (8, 16)), data, (line < m)[:, None] & (at < sum_width)[None, :], TARGET)
         else:
             below = tl.minimum(rows, m - rank * rows) if HOW == "scattered" else m
-            store_pair(
-                out, bias, residual, added, low, high, row, height, below, word, n, ROWS, WORDS, TWO, ALIGNED_N, TARGET
-            )  # fmt: skip
+            store_pair(out, bias, residual, added, low, high, row, height, below, word, n, ROWS, WORDS, TWO, ALIGNED_N, TARGET)
 
 
 @triton.jit
@@ -463,9 +461,7 @@ class ScaledWords(Words):
         taken = ("WORLD", "HOW", "TWO", "PAYLOAD", "SUMS_TWO", "SUM", "ROWS", "WORDS", "ALIGNED_N")
         self.constants = {name: self.constants[name] for name in taken} | tile.constants(problem)
 
-    def __call__(
-        self, a: Tensor, b: Tensor, *rest: Any, bias: Tensor | None = None, residual: Tensor | None = None
-    ) -> None:
+    def __call__(self, a: Tensor, b: Tensor, *rest: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         of_a, scales_b, out = rest[:-2], rest[-2], rest[-1]
         a, scales_a = self.quantised(a, of_a[0] if of_a else None)
         problem, context, tile = self.problem, self.context, self.tile
