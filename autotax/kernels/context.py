@@ -78,9 +78,7 @@ class Context:
         return self.heap.zeros((count,), torch.int32)
 
     def control(self, patience: int = 1) -> Tensor:
-        """Allocates a control block (see `primitives`) at epoch 1. Waits give up after `patience` times the usual number of
-        polls.
-        """
+        """Allocates a control block (see `primitives`) at epoch 1. Waits give up after `patience` times the usual polls."""
         words = [1, 0, 0, patience * self.poll_limit] + [0] * (CONTROL_WORDS - 4)
         return torch.tensor(words, dtype=torch.int32, device=self.heap.slab.device)
 

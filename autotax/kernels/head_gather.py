@@ -145,9 +145,7 @@ def anywhere(missing, TARGET: tl.constexpr):
 
 @triton.jit
 def await_words(at, inside, safe, epoch, source, control, limit, TARGET: tl.constexpr):
-    """The words at `at` when all have the number of this call, or after `limit` polls, which leaves a note. Masked ones count as
-    arrived.
-    """
+    """The words at `at` when all have the number of this call, or after `limit` polls, with a note. Masked ones count as here."""
     mine = epoch.to(tl.int64) << 32
     words = load_whole(at, inside, safe, mine, TARGET)
     missing = anywhere((words >> 32).to(tl.int32) != epoch, TARGET)
@@ -182,9 +180,7 @@ def gather_words_kernel(
     q, out, inbox, bases, control, epochs, rank, total, room,
     WORLD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`q` and `out` are int32, WIDTH elements per token and rank, `total` here; `inbox` is [2, source, room], `epochs` int32
-    [programs].
-    """
+    """`q` and `out` are int32, WIDTH elements a token and rank, `total` here; `inbox` is [2, source, room]."""
     if EARLY:
         gdc_wait()
     program = tl.program_id(0)

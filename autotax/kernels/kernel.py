@@ -40,8 +40,7 @@ class Kernel(ABC, Generic[P]):
         """Enqueues one call of the inputs, then the output. Returns the result if it is not in the output tensor."""
 
     def fitted(self, smaller: P) -> Self | None:
-        """This kernel for calls of `smaller`, not larger than its own problem: the same flags, epochs and memory, but other
-        sizes.
+        """This kernel for calls of `smaller`, not larger than its own problem: the same flags and memory, but other sizes.
 
         None if flags or slots do not allow that. Calls of both may be mixed, in the same order on all ranks.
         """

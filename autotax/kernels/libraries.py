@@ -1,6 +1,4 @@
-"""What alternatives take from other libraries: torch's symmetric memory, communicators of NCCL, products of DeepGEMM, memory of
-Iris.
-"""
+"""What alternatives take from other libraries: symmetric memory of torch, communicators of NCCL, DeepGEMM, Iris."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ from autotax.operators.inputs import Draw
 _workspaces: dict[int, Any] = {}
 """Torch's workspaces so far, by address. Torch replaces a workspace that is too small, but captured graphs still use it."""
 _groups: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-"""Further groups of the ranks of a group, by their settings."""
+"""Further groups of the ranks of a group, by their protocols."""
 
 
 def group_name(context: Context) -> Any:
@@ -77,49 +75,39 @@ class Nccl(Kernel[Any]):
     PROTOCOL: ClassVar[str]
 
     def __init__(self, problem: Any, config: Config, context: Context) -> None:
-        super().__init__(problem, config, with_settings(context, {"NCCL_PROTO": self.PROTOCOL}))
+        super().__init__(problem, config, _with_protocol(context, self.PROTOCOL))
         self.outer = context
 
     def __call__(self, *tensors: Any) -> None:
-        if not self.outer.dry:  # the context with settings is a copy, which does not know
+        if not self.outer.dry:  # the context with the protocol is a copy, which does not know
             super().__call__(*tensors)  # type: ignore[safe-super]
 
 
-def with_settings(context: Context, settings: Mapping[str, str]) -> Context:
-    """The same services with a communicator of NCCL that is made with `settings`, variables of NCCL's environment. Collective."""
+def _with_protocol(context: Context, protocol: str) -> Context:
+    """The same services with a communicator of NCCL that uses `protocol`. Collective. NCCL reads the variable when it makes one."""
     if context.heap.slab.is_meta:
         return context
-    world, known = context.world, _groups.setdefault(context.world.data, {})
-    name = " ".join(f"{variable}={value}" for variable, value in sorted(settings.items()))
-    if name not in known:
-        with _environment(settings):
+    world, groups = context.world, _groups.setdefault(context.world.data, {})
+    if protocol not in groups:
+        before = os.environ.get("NCCL_PROTO")
+        os.environ["NCCL_PROTO"] = protocol
+        try:
             ranks = dist.get_process_group_ranks(world.data)
-            known[name] = dist.new_group(ranks, backend="nccl", use_local_synchronization=True, device_id=world.device)
-            dist.all_reduce(torch.zeros(1, device=world.device), group=known[name])
+            groups[protocol] = dist.new_group(ranks, backend="nccl", use_local_synchronization=True, device_id=world.device)
+            dist.all_reduce(torch.zeros(1, device=world.device), group=groups[protocol])
             world.synchronize()
+        finally:
+            if before is None:
+                del os.environ["NCCL_PROTO"]
+            else:
+                os.environ["NCCL_PROTO"] = before
     other = copy.copy(context)
-    other.world = replace(world, data=known[name])
+    other.world = replace(world, data=groups[protocol])
     return other
 
 
-@contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    before = {variable: os.environ.get(variable) for variable in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for variable, value in before.items():
-            if value is None:
-                del os.environ[variable]
-            else:
-                os.environ[variable] = value
-
-
 class DeepGemm:
-    """Replaces a `ScaledProduct` for scales of blocks and C in bf16, where DeepGEMM is installed. Its version 2 renamed the
-    function.
-    """
+    """Replaces a `ScaledProduct` for scales of blocks and C in bf16. Version 2 of DeepGEMM renamed the function."""
 
     def __init__(self, context: Context) -> None:
         deep_gemm = import_module("deep_gemm")

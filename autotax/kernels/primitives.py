@@ -97,9 +97,7 @@ def count(word, TARGET: tl.constexpr, SCOPE: tl.constexpr):
 
 @triton.jit
 def signal(flag, amount, TARGET: tl.constexpr, SCOPE: tl.constexpr):
-    """Adds `amount` to a flag of any rank, or with SCOPE "gpu" of this one. Who sees it also sees all earlier stores of this
-    program.
-    """
+    """Adds `amount` to a flag of any rank, or with SCOPE "gpu" of this one. Who sees it also sees all earlier stores."""
     settle(TARGET)
     if TARGET == "hip":
         write_back(SCOPE)
@@ -364,8 +362,7 @@ def store_whole(there, words, mask, TARGET: tl.constexpr):
 
 @triton.jit
 def load_whole(at, mask, safe, other, TARGET: tl.constexpr):
-    """The current values of int64 words, for polling; `other` where masked, in whose place the readable address `safe` is loaded.
-    """
+    """The current values of int64 words, for polling; `other` where masked: the readable address `safe` is loaded there."""
     if TARGET == "hip":
         inside = tl.broadcast_to(mask, at.shape)
         TOGETHER: tl.constexpr = at_once(at.numel, threads_of_program())

@@ -15,9 +15,7 @@ READING_S = 20.0
 
 @dataclass(frozen=True)
 class Resources:
-    """Bytes of shared memory per program, registers and bytes of local memory (spilled registers) per thread; None where not
-    readable.
-    """
+    """Bytes of shared memory per program, registers and bytes of local memory (spills) per thread; None where not readable."""
 
     kernel: str
     shared: int

@@ -112,12 +112,8 @@ def _part(problem: DecodeMerge, layout: Layout) -> tuple[int, int]:
     return before, before + ceil_div(lse, VECTOR_BYTES) * VECTOR_BYTES
 
 
-# PART decode_merge.peers
-
 class GatherAndReduce(Kernel[DecodeMerge]):
-    """The other way of serving engines: an all-gather of the log-sum-exps, each rank's O times its weight, then reduce-scatter or
-    all-reduce.
-    """
+    """The other way of serving engines: all-gather of the log-sum-exps, O times its weight, reduce-scatter or all-reduce."""
 
     def __init__(self, problem: DecodeMerge, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)

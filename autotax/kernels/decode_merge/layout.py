@@ -1,5 +1,4 @@
-"""What the variants share: the distribution of rows to programs and ranks, and loads and stores in the layouts of attention
-kernels.
+"""What the variants share: the distribution of rows to programs and ranks, and loads and stores of O and LSE.
 
 A row is (query token, head). Inside the kernels log-sum-exps have base 2, and an empty row is (0, -inf), as in `flash_decode`.
 """
@@ -115,8 +114,6 @@ class AtOnce(MergeKernel):
             WORLD=self.problem.world_size, **self.constants, **self.how,
         )  # fmt: skip
 
-
-# PART decode_merge.partials
 
 @triton.jit
 def holds_nothing(lens, starts, sequences, token):

@@ -81,9 +81,7 @@ def store_partial(
 
 @triton.jit
 def places(before, item, kv_heads, rows, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, SHARE: tl.constexpr):
-    """Row numbers [BLOCK_G] of KV head `item`, behind `before` rows. SHARE: query heads that a rank owns; 0 where all ranks get
-    all.
-    """
+    """Row numbers [BLOCK_G] of KV head `item`, behind `before` rows. SHARE: query heads that a rank owns, 0 where all get all."""
     g = tl.arange(0, BLOCK_G)
     return before + place(item * GROUP + g, rows, kv_heads * GROUP, SHARE) if SHARE > 0 else before + item * GROUP + g
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, merge, place, split_kernel, store_partial, store_rows, work_of
-from autotax.kernels.flash_decode.shapes import DecodeBase, DecodeKernel, Inbox, Shapes
+from autotax.kernels.flash_decode.shapes import DecodeKernel, Inbox, Shapes
 from autotax.kernels.primitives import EPOCH, copy, flag_address, leave, signal, translate, wait
 from autotax.operators.flash_decode import FlashDecode
 
@@ -75,11 +75,42 @@ def store_part(
     store_partial(o, lse, parts, parts + arriving * HEAD_DIM, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
 
 
-class Bsp(DecodeBase):
+class Separate(DecodeKernel):
+    """A variant that computes the splits, and merges them, in launches of their own."""
+
+    o: Tensor
+    lse: Tensor
+    """Partial results of this rank."""
+    split_o: Tensor
+    split_lse: Tensor
+    """Partial results of the splits."""
+
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.shapes = shapes = Shapes.of(problem, config, context.target)
-        rows, dim, splits, f32 = shapes.rows, problem.head_dim, config["splits"], torch.float32
+        self.shapes = Shapes.of(problem, config, context.target)
+
+    def attend(self, inputs: list[Tensor | None]) -> None:
+        """Enqueues attention over the splits."""
+        shapes = self.shapes
+        self.context.launch(
+            split_kernel, (shapes.items * self.config["splits"],),
+            *inputs, self.split_o, self.split_lse, shapes.kv_heads, shapes.rows, self.problem.shard_len, shapes.scale, **shapes.attend,
+        )  # fmt: skip
+
+    def merge_splits(self) -> None:
+        """Enqueues the merge of the splits."""
+        shapes = self.shapes
+        self.context.launch(
+            merge_kernel, (shapes.rows // shapes.heads,),
+            self.split_o, self.split_lse, self.o, self.lse, shapes.rows * self.problem.head_dim, shapes.rows,
+            PIECES=self.config["splits"], **shapes.merge,
+        )  # fmt: skip
+
+
+class Bsp(Separate):
+    def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        shapes, rows, dim, splits, f32 = self.shapes, self.shapes.rows, problem.head_dim, config["splits"], torch.float32
         # One buffer holds o [rows, dim] and then lse [rows], so that one collective sends both.
         self.partial = context.empty((problem.world_size if shapes.scatter else 1, shapes.part), f32)
         self.gathered = context.empty((problem.world_size, shapes.part), f32)
@@ -97,7 +128,9 @@ class Bsp(DecodeBase):
             self._attend_for_owners(inputs)
             context.all_to_all(self.gathered, self.partial)
         else:
-            self._attend_for_all(inputs)
+            self.attend(inputs)
+            if self.config["splits"] > 1:
+                self.merge_splits()
             context.all_gather(self.gathered, self.partial)
         context.launch(
             merge_kernel, (shapes.arriving // shapes.heads,),
@@ -105,38 +138,19 @@ class Bsp(DecodeBase):
             PIECES=self.problem.world_size, **shapes.merge,
         )  # fmt: skip
 
-    def _attend_for_all(self, inputs: list[Tensor | None]) -> None:
-        problem, context, shapes, splits = self.problem, self.context, self.shapes, self.config["splits"]
-        context.launch(
-            split_kernel, (shapes.items * splits,),
-            *inputs, self.split_o, self.split_lse, shapes.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
-            **shapes.attend,
-        )  # fmt: skip
-        if splits > 1:
-            context.launch(
-                merge_kernel, (shapes.rows // shapes.heads,),
-                self.split_o, self.split_lse, self.o, self.lse, shapes.rows * problem.head_dim, shapes.rows,
-                PIECES=splits, **shapes.merge,
-            )  # fmt: skip
-
     def _attend_for_owners(self, inputs: list[Tensor | None]) -> None:
-        problem, context, shapes, splits = self.problem, self.context, self.shapes, self.config["splits"]
+        context, shapes, splits = self.context, self.shapes, self.config["splits"]
+        parts = self.partial, shapes.rows, shapes.arriving, shapes.part
         if splits == 1 and shapes.attend["SHARE"] % shapes.attend["GROUP"] == 0:
             context.launch(
                 split_for_owners_kernel, (shapes.items,),
-                *inputs, self.partial, shapes.kv_heads, shapes.rows, shapes.arriving, shapes.part, problem.shard_len, shapes.scale,
-                **shapes.attend,
+                *inputs, self.partial, shapes.kv_heads, *parts[1:], self.problem.shard_len, shapes.scale, **shapes.attend,
             )  # fmt: skip
             return
-        context.launch(
-            split_kernel, (shapes.items * splits,),
-            *inputs, self.split_o, self.split_lse, shapes.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
-            **shapes.attend,
-        )  # fmt: skip
+        self.attend(inputs)
         context.launch(
             merge_for_owners_kernel, (shapes.rows // shapes.heads,),
-            self.split_o, self.split_lse, self.partial, shapes.rows, shapes.arriving, shapes.part,
-            PIECES=splits, **shapes.merge,
+            self.split_o, self.split_lse, *parts, PIECES=splits, **shapes.merge,
         )  # fmt: skip
 
     def changes_for(self, smaller: FlashDecode) -> dict[str, Any]:
@@ -155,8 +169,6 @@ class Bsp(DecodeBase):
             "split_lse": self.split_lse.view(-1)[: splits * rows].view(splits, rows) if own else lse,
         }  # fmt: skip
 
-
-# PART flash_decode.gather
 
 @triton.jit(do_not_specialize=["rank"])
 def push_kernel(
@@ -191,8 +203,6 @@ def push_kernel(
             wait(flags + source, epoch * SENDERS, source, source, control, TARGET)
 
 
-# gather: our own all-gather replaces that of the collective library. Split, local merge, push and wait, merge over the ranks.
-
 @triton.jit
 def combine_kernel(
     out, inbox_o, inbox_lse, control, arriving, WORLD: tl.constexpr,
@@ -210,40 +220,38 @@ def combine_kernel(
     leave(control, epoch, tl.num_programs(0), TARGET)
 
 
-class Gather(DecodeKernel):
+class Gather(Separate):
+    """Our own all-gather replaces that of the library: the push waits until all sources have arrived."""
+
+    WAIT = True
+
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.shapes = shapes = Shapes.of(problem, config, context.target)
-        rows, dim, splits, f32 = shapes.rows, problem.head_dim, config["splits"], torch.float32
-        self.inbox = Inbox.of(problem, config, context, shapes)
-        self.o = context.empty((rows, dim), f32)
-        self.lse = context.empty((rows,), f32)
-        self.split_o = context.empty((splits, rows, dim), f32)
-        self.split_lse = context.empty((splits, rows), f32)
+        rows, dim, splits = self.shapes.rows, problem.head_dim, config["splits"]
+        self.inbox = Inbox.of(problem, config, context, self.shapes)
+        self.o, self.lse = context.empty((rows, dim), torch.float32), context.empty((rows,), torch.float32)
+        self.split_o = context.empty((splits, rows, dim), torch.float32)
+        self.split_lse = context.empty((splits, rows), torch.float32)
         self.flags = context.flags(problem.world_size)
 
     def __call__(self, *tensors: Tensor) -> None:
-        problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
+        context, shapes, inbox, world = self.context, self.shapes, self.inbox, self.problem.world_size
         inputs, out = self.inputs_of(tensors)
-        rows, dim, splits, world = shapes.rows, problem.head_dim, self.config["splits"], problem.world_size
-        context.launch(
-            split_kernel, (shapes.items * splits,),
-            *inputs, self.split_o, self.split_lse, shapes.kv_heads, rows, problem.shard_len, shapes.scale,
-            **shapes.attend,
-        )  # fmt: skip
-        merging = (rows // shapes.heads,)
-        context.launch(
-            merge_kernel, merging, self.split_o, self.split_lse, self.o, self.lse, rows * dim, rows,
-            PIECES=splits, **shapes.merge,
-        )  # fmt: skip
+        self.attend(inputs)
+        self.merge_splits()
         context.launch(
             push_kernel, (world * self.config["senders"],),
             self.o, self.lse, inbox.o, inbox.lse, self.flags, context.heap.bases, self.control, context.rank, shapes.arriving,
-            WORLD=world, WAIT=True, **shapes.bulk(self.config),
+            WORLD=world, WAIT=self.WAIT, **shapes.bulk(self.config),
         )  # fmt: skip
-        context.launch(
+        self.merge_ranks(out)
+
+    def merge_ranks(self, out: Tensor) -> None:
+        """Enqueues the merge over the ranks."""
+        shapes, inbox = self.shapes, self.inbox
+        self.context.launch(
             combine_kernel, (shapes.arriving // shapes.heads,),
-            out, inbox.o, inbox.lse, self.control, shapes.arriving, WORLD=world, **shapes.merge,
+            out, inbox.o, inbox.lse, self.control, shapes.arriving, WORLD=self.problem.world_size, **shapes.merge,
         )  # fmt: skip
 
 
@@ -272,27 +280,12 @@ class FineGrained(Gather):
     Why every wait ends: only the last launch waits, for the pushes of all ranks, and pushing programs do not wait.
     """
 
-    def __call__(self, *tensors: Tensor) -> None:
-        problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
-        inputs, out = self.inputs_of(tensors)
-        rows, dim, splits, world = shapes.rows, problem.head_dim, self.config["splits"], problem.world_size
-        context.launch(
-            split_kernel, (shapes.items * splits,),
-            *inputs, self.split_o, self.split_lse, shapes.kv_heads, rows, problem.shard_len, shapes.scale,
-            **shapes.attend,
-        )  # fmt: skip
-        merging = (rows // shapes.heads,)
-        context.launch(
-            merge_kernel, merging, self.split_o, self.split_lse, self.o, self.lse, rows * dim, rows,
-            PIECES=splits, **shapes.merge,
-        )  # fmt: skip
-        context.launch(
-            push_kernel, (world * self.config["senders"],),
-            self.o, self.lse, inbox.o, inbox.lse, self.flags, context.heap.bases, self.control, context.rank, shapes.arriving,
-            WORLD=world, WAIT=False, **shapes.bulk(self.config),
-        )  # fmt: skip
+    WAIT = False
+
+    def merge_ranks(self, out: Tensor) -> None:
+        context, shapes, inbox = self.context, self.shapes, self.inbox
         context.launch(
             combine_when_arrived_kernel, (shapes.arriving // shapes.heads,),
             out, inbox.o, inbox.lse, self.flags, self.control, context.rank, shapes.arriving,
-            WORLD=world, SENDERS=self.config["senders"], **shapes.merge,
+            WORLD=self.problem.world_size, SENDERS=self.config["senders"], **shapes.merge,
         )  # fmt: skip

@@ -36,9 +36,7 @@ from autotax.operators.flash_decode import FlashDecode
 SIGN, EXPONENT = tl.constexpr(-0x80000000), tl.constexpr(0x7F800000)
 MAGNITUDE, NAN, ONE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7FC00000), tl.constexpr(0x3F800000)
 LEAST = tl.constexpr(16 << 23)
-"""The bits of 2^-111, the smallest scale: with a smaller one an infinite column times a small weight and the scale would be 0 *
-inf.
-"""
+"""The bits of 2^-111, the smallest scale: with a smaller one, infinity times a small weight and the scale would be 0 * inf."""
 OFFSET, SENT_OFFSET = tl.constexpr((127 - 29) << 23), tl.constexpr((127 + 97) << 23)
 """The bits of 2^-29, and of 2^-29 * 2^126."""
 HALF = tl.constexpr(1 << 13)
@@ -82,7 +80,7 @@ def store_packed(
     packed, head, words, heads, row, HEADS_A_ROW: tl.constexpr, MINE: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes the words [BLOCK_G, BLOCK_D / 4] and heads [BLOCK_G] of GROUP rows to rows `row` (int64 [BLOCK_G]) of `words` and
+    """Writes GROUP rows of words [BLOCK_G, BLOCK_D / 4] and heads [BLOCK_G] to rows `row` (int64 [BLOCK_G]) of `words` and
     `heads`.
 
     Each row gets MINE heads: two per part of the row. `packed` may hold a part, to whose start `words` and `heads` then point.
@@ -111,7 +109,7 @@ def poll_rows(words_at, heads_at, mask, safe, epoch, piece, rank, control, limit
     """The words and heads at these addresses [BLOCK_G, CHUNK, BLOCK_W] when all have the tag of this call, or after `limit`
     polls.
 
-    `piece` [CHUNK] only labels the note that a timeout leaves, as in `exchange.poll`. Masked ones are zero.
+    `piece` [CHUNK] labels the note of a timeout, as in `exchange.poll`. Masked ones are zero.
     """
     nothing = tag_of(epoch, tl.float32)
     words = load_whole(words_at, mask, safe, nothing, TARGET)
@@ -194,15 +192,13 @@ def merge_columns(
     return tl.reshape(columns, [BLOCK_G, BLOCK_D]), tl.max(tl.where(some, top + tl.log2(divisor), float("-inf")), 1)
 
 
-# PART flash_decode.compact
-
 @triton.jit
 def push_rows(
     o, lse, first, words, heads, away, epoch, rank, arriving,
     WORLD: tl.constexpr, SCATTER: tl.constexpr, HEADS_A_ROW: tl.constexpr, MINE: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows first ... first + GROUP of o [BLOCK_G, BLOCK_D] and lse [BLOCK_G] to the inboxes of all ranks, to this rank's
+    """Writes rows first ... first + GROUP of o [BLOCK_G, BLOCK_D] and lse [BLOCK_G] to the inboxes of all ranks, this rank's
     last.
 
     With SCATTER it writes only to the rank that owns the rows. MINE: see `store_packed`.
@@ -233,9 +229,8 @@ def compact_kernel(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """A merging program handles one of PARTS column ranges of its rows. `split_words` are [SPLITS, rows, head_dim / 4] and
-    `split_heads` [SPLITS, rows, 2 PARTS]; `words` and `heads` are alike for rows [2, world, arriving]; `epochs` is int32
-    [programs].
+    """A merging program takes one of PARTS column ranges. `split_words` are [SPLITS, rows, head_dim / 4], `split_heads` [SPLITS,
+    rows, 2 PARTS]; `words` and `heads` are alike for rows [2, world, arriving]; `epochs` is int32 [programs].
     """
     DIRECT: tl.constexpr = SPLITS == 1 and SHARE % GROUP == 0
     PART: tl.constexpr = BLOCK_D // PARTS

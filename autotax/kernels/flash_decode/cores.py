@@ -112,9 +112,7 @@ def load_in_halves(cache, first, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.con
 
 @triton.jit
 def decoded(bits, KIND: tl.constexpr):
-    """Decodes the low eight bits of integers to float32. The interpreter's own conversion knows one of the types, without its
-    NaN.
-    """
+    """Decodes the low eight bits of integers to float32; the interpreter's own conversion knows one type, without its NaN."""
     FNUZ: tl.constexpr = tl.float8e4b8 == KIND
     bits = bits.to(tl.int32)
     rest = bits & 0x7F
@@ -138,15 +136,13 @@ def in_fp16(query, AXIS: tl.constexpr):
 
 @triton.jit
 def sink_of(sinks, head, split, g, GROUP: tl.constexpr, QUERIES: tl.constexpr):
-    """Base-2 sinks of rows g of a KV head, float32 in the shape of g; -inf for all splits but the first. Ranks but the first get
-    -inf.
+    """Base-2 sinks of rows g of a KV head, float32 in the shape of g; -inf but for the first split of rank 0, so each counts
+    once.
     """
     HEADS: tl.constexpr = GROUP // QUERIES
     LOG2_E: tl.constexpr = 1.4426950408889634
     return tl.load(sinks + head * HEADS + g // QUERIES, mask=(g < GROUP) & (split == 0), other=float("-inf")) * LOG2_E
 
-
-# PART flash_decode.by_block
 
 @triton.jit
 def attend_by_block(
@@ -229,8 +225,6 @@ def attend_by_block(
     return o, lse
 
 
-# PART flash_decode.by_head
-
 @triton.jit
 def attend_by_head(
     q, k, v, lengths, table, starts, scales, sinks, item, split, blocks, shard_len, scale,
@@ -238,8 +232,7 @@ def attend_by_head(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, HEADS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """The core of `attention.attend`. An item is HEADS KV heads, a sequence has `blocks` items, and GROUP counts the rows of an
-    item.
+    """The core of `attention.attend`. An item is HEADS KV heads, a sequence has `blocks` items, GROUP counts the rows of an item.
 
     The number of rows of a KV head must be a power of two, and a block of tokens at most a page.
     """
@@ -345,8 +338,6 @@ def attend_by_head(
         lse = tl.sum(tl.reshape(tl.where((g < OWN)[None, :], lse, 0.0), [HEADS, COLUMNS // OWN, OWN]), 1)
     return tl.reshape(tl.permute(o, (0, 2, 1)), [BLOCK_G, BLOCK_D]), tl.reshape(lse, [BLOCK_G])
 
-
-# PART flash_decode.by_warp
 
 @triton.jit
 def attend_by_warp(
@@ -466,8 +457,7 @@ def _merge_totals(top, total, other_top, other_total):
 def sum_over_warps(x, WARPS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """The sum of x [WARPS, ROWS, COLS] over its first axis, with one round trip through shared memory.
 
-    `tl.split` needs both halves in one thread, so Triton moves whole tiles; a reduction over the axis would exchange single
-    elements.
+    `tl.split` needs both halves in one thread, so Triton moves whole tiles; a reduction would exchange single elements.
     """
     x = tl.permute(x, (1, 2, 0))
     if WARPS == 8:

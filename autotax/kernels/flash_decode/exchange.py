@@ -64,9 +64,7 @@ def rounded(o, PAYLOAD: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def pack_rows(o, lse, epoch, PAYLOAD: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The words of o [BLOCK_G, BLOCK_D] of the PAYLOAD type: one per column, or per two of 16 bits. lse is [BLOCK_G, BLOCK_D],
-    alike in a row.
-    """
+    """The words of o [BLOCK_G, BLOCK_D] of the PAYLOAD type: one per column, or two of 16 bits. lse has the shape of o."""
     lse = lse.to(tl.int32, bitcast=True)
     if tl.float32 == PAYLOAD:
         data = o.to(tl.int32, bitcast=True) & ~TAG
@@ -111,8 +109,7 @@ def poll(
     at, mask, safe, epoch, piece, rank, control, limit,
     FROM_RANKS: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """The words at `at` [CHUNK, BLOCK_G, BLOCK_W] when all have the tag of this call, or after `limit` polls. Masked words are
-    zero.
+    """The words at `at` [CHUNK, BLOCK_G, BLOCK_W] when all have the tag of this call, or after `limit` polls; zero where masked.
 
     `piece` [CHUNK] only labels the note of a timeout: the source rank, or with FROM_RANKS False the split on this rank.
     """
@@ -143,8 +140,7 @@ def store_words(
 ):  # fmt: skip
     """Writes GROUP rows of a partial result, o in the PAYLOAD type, to rows `at` (int64 [BLOCK_G]) of out [rows, WORDS].
 
-    lse is [BLOCK_G], or [BLOCK_G, BLOCK_D] with equal columns. BLOCK_D may be a part of HEAD_DIM, at whose first word `out`
-    begins.
+    lse is [BLOCK_G], or [BLOCK_G, BLOCK_D] with equal columns. BLOCK_D may be a part of HEAD_DIM, where `out` then begins.
     """
     WORDS: tl.constexpr = HEAD_DIM if tl.float32 == PAYLOAD else (HEAD_DIM + 1) // 2
     BLOCK_W: tl.constexpr = BLOCK_D if tl.float32 == PAYLOAD else BLOCK_D // 2
@@ -212,8 +208,6 @@ def merge_words(
         o = tl.reshape(tl.join(o, high / divisor), [BLOCK_G, BLOCK_D])
     return o, tl.where(some, top + tl.log2(divisor), float("-inf"))
 
-
-# PART flash_decode.exchange
 
 @triton.jit
 def distances(bases, rank, WORLD: tl.constexpr):

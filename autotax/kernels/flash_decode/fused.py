@@ -1,7 +1,6 @@
 """fused and single: the local merge pushes its own result to every rank; the global merge waits per (source, block of heads).
 
-fused has three kernels: split, merge and push, receive. Only the last waits, for the second kernel of its peers, which does not
-wait.
+fused has three kernels: split, merge and push, receive. Only the last waits, for the second one of its peers, which never waits.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.core.problem import power_of_two
 from autotax.kernels.context import Context
-from autotax.kernels.flash_decode.attention import attend, merge, place, split_kernel, store_partial, work_of
+from autotax.kernels.flash_decode.attention import attend, merge, place, store_partial, work_of
+from autotax.kernels.flash_decode.bsp import Separate
 from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
 from autotax.kernels.flash_decode.shapes import DecodeKernel, Inbox, Shapes
 from autotax.kernels.primitives import EPOCH, LIMIT, count, leave
@@ -53,29 +53,23 @@ def receive_kernel(
     leave(control, epoch, tl.num_programs(0), TARGET)
 
 
-class Fused(DecodeKernel):
+class Fused(Separate):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.shapes = shapes = Shapes.of(problem, config, context.target)
-        rows, dim, splits, world = shapes.rows, problem.head_dim, config["splits"], problem.world_size
-        self.split_o = context.empty((splits, rows, dim), torch.float32)
-        self.split_lse = context.empty((splits, rows), torch.float32)
+        shapes, splits = self.shapes, config["splits"]
+        self.split_o = context.empty((splits, shapes.rows, problem.head_dim), torch.float32)
+        self.split_lse = context.empty((splits, shapes.rows), torch.float32)
         self.inbox = Inbox.of(problem, config, context, shapes)
-        self.flags = context.flags(world * shapes.arriving // shapes.heads)
+        self.flags = context.flags(problem.world_size * shapes.arriving // shapes.heads)
 
     def __call__(self, *tensors: Tensor) -> None:
-        problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
+        context, shapes, inbox, world = self.context, self.shapes, self.inbox, self.problem.world_size
         inputs, out = self.inputs_of(tensors)
-        rows, splits, world = shapes.rows, self.config["splits"], problem.world_size
+        self.attend(inputs)
         context.launch(
-            split_kernel, (shapes.items * splits,),
-            *inputs, self.split_o, self.split_lse, shapes.kv_heads, rows, problem.shard_len, shapes.scale,
-            **shapes.attend,
-        )  # fmt: skip
-        context.launch(
-            merge_push_kernel, (rows // shapes.heads,),
+            merge_push_kernel, (shapes.rows // shapes.heads,),
             self.split_o, self.split_lse, inbox.o, inbox.lse, self.flags, context.heap.bases, self.control,
-            context.rank, rows, shapes.arriving, SPLITS=splits, WORLD=world, **inbox.push, **shapes.merge,
+            context.rank, shapes.rows, shapes.arriving, SPLITS=self.config["splits"], WORLD=world, **inbox.push, **shapes.merge,
         )  # fmt: skip
         context.launch(
             receive_kernel, (shapes.arriving // shapes.heads,),

@@ -43,9 +43,7 @@ def resident_kernel(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """A merging program handles one of PARTS column ranges of its rows. `splits` are words [SPLITS, rows, head_dim], `epochs`
-    [programs].
-    """
+    """A merging program takes one of PARTS column ranges. `splits` are words [SPLITS, rows, head_dim], `epochs` [programs]."""
     DIRECT: tl.constexpr = SPLITS == 1 and SHARE % GROUP == 0
     PART: tl.constexpr = BLOCK_D // PARTS
     if EARLY:

@@ -75,8 +75,7 @@ class Shapes:
 
     @property
     def part(self) -> int:
-        """The size in float32 elements of the library's message between two ranks: results of the arriving rows, then their
-        log-sum-exps.
+        """Float32 elements of the library's message between two ranks: results of the arriving rows, then their log-sum-exps.
 
         Messages are contiguous, so each must begin at a multiple of 16 bytes.
         """

@@ -1,5 +1,4 @@
-"""The bulk-synchronous baseline, and sums by the collective library, which adds in the type of the tensors and in its own order.
-"""
+"""The bulk-synchronous baseline, and sums by the collective library, which adds in the tensors' type and in its own order."""
 
 from __future__ import annotations
 

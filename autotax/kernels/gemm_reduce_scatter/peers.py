@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,8 +39,7 @@ class TorchFused(Kernel[GemmReduceScatter]):
 
 
 class TorchPipeline(Kernel[GemmReduceScatter]):
-    """The steps of torch's fused operator in memory that is allocated once, with the sum in the output. For rows that the ranks
-    divide.
+    """The steps of torch's fused operator in memory allocated once, with the sum in the output. The ranks must divide the rows.
     """
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
@@ -70,6 +68,8 @@ class TorchPipeline(Kernel[GemmReduceScatter]):
 class TorchSymmetric(Kernel[GemmReduceScatter]):
     """The vendor's GEMM into torch's symmetric memory, then one of torch's kernels that add up from there."""
 
+    OPERATOR: str
+
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.group = group_name(context)
@@ -80,9 +80,9 @@ class TorchSymmetric(Kernel[GemmReduceScatter]):
             self.context.matmul(a, _columns(self.problem, b).t(), self.partial)
             self.add_up(out)
 
-    @abstractmethod
     def add_up(self, out: Tensor) -> None:
         """Writes the sum of all ranks' `partial`, or this rank's part of the sum."""
+        getattr(torch.ops.symm_mem, self.OPERATOR)(self.partial, "sum", self.group, out)
 
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any] | None:
         """Supports any number of rows, or for a scattered output those that the ranks divide."""
@@ -98,17 +98,15 @@ class TorchReduceScatter(TorchSymmetric):
 
 
 class TorchOneShot(TorchSymmetric):
-    """Uses torch.ops.symm_mem.one_shot_all_reduce_out: every rank reads the partial sums of all other ranks."""
+    """Every rank reads the partial sums of all other ranks."""
 
-    def add_up(self, out: Tensor) -> None:
-        torch.ops.symm_mem.one_shot_all_reduce_out(self.partial, "sum", self.group, out)
+    OPERATOR = "one_shot_all_reduce_out"
 
 
 class TorchTwoShot(TorchSymmetric):
-    """Uses torch.ops.symm_mem.two_shot_all_reduce_out: every rank adds up its part and sends it to all."""
+    """Every rank adds up its part and sends it to all."""
 
-    def add_up(self, out: Tensor) -> None:
-        torch.ops.symm_mem.two_shot_all_reduce_out(self.partial, "sum", self.group, out)
+    OPERATOR = "two_shot_all_reduce_out"
 
 
 class AllToAll(Kernel[GemmReduceScatter]):
@@ -257,14 +255,9 @@ class ProductScaled(_OfLibrary, Product):
     """See Product."""
 
 
-def _by_dtype(plain: Any, scaled: Any) -> Callable[[GemmReduceScatter, Config, Context], Kernel[GemmReduceScatter]]:
-    def kernel(problem: GemmReduceScatter, config: Config, context: Context) -> Kernel[GemmReduceScatter]:
-        return (scaled if problem.dtype == "e4m3" else plain)(problem, config, context)
-
-    return kernel
-
-
-product = _by_dtype(Product, ProductScaled)
+def product(problem: GemmReduceScatter, config: Config, context: Context) -> Kernel[GemmReduceScatter]:
+    """The product alone, of the problem's dtype."""
+    return (ProductScaled if problem.dtype == "e4m3" else Product)(problem, config, context)
 
 
 # Iris, imported where it is measured only.
@@ -273,6 +266,7 @@ class MatmulReduceScatter(IrisCall[GemmReduceScatter]):
     """iris.ops.matmul_reduce_scatter: each rank adds up the tiles of its rows from the partial products of all ranks."""
 
     CHOICES = TILES
+    OPERATOR = "matmul_reduce_scatter"
 
     def shapes(self, problem: GemmReduceScatter) -> dict[str, Sequence[int]]:
         return {"sum": (problem.m, problem.n)}
@@ -301,10 +295,8 @@ class MatmulReduceScatter(IrisCall[GemmReduceScatter]):
         """Writes the sum. B is [k, n]. The namespace of a context passes one argument too many, so the function is called."""
         from iris import ops
 
-        config = ops.FusedConfig(**self.choice)
-        self.workspace = ops.matmul_reduce_scatter(
-            self.iris, self.rooms["sum"], a, b, async_op=True, config=config, workspace=self.workspace
-        )
+        config, operator = ops.FusedConfig(**self.choice), getattr(ops, self.OPERATOR)
+        self.workspace = operator(self.iris, self.rooms["sum"], a, b, async_op=True, config=config, workspace=self.workspace)
 
 
 class MatmulReduceScatterTuned(MatmulReduceScatter):
@@ -315,18 +307,10 @@ class MatmulAllReduce(MatmulReduceScatter):
     """iris.ops.matmul_all_reduce: by default each rank adds up a part of the tiles and stores the sums to all."""
 
     CHOICES = (*TILES, *({**tiles, "all_reduce_variant": "one_shot"} for tiles in TILES[1::2]))
+    OPERATOR = "matmul_all_reduce"
 
     def check_tiles(self) -> None:
         """Tiles belong to no rank: the operator checks them."""
-
-    def multiply(self, a: Tensor, b: Tensor) -> None:
-        """See MatmulReduceScatter.multiply."""
-        from iris import ops
-
-        config = ops.FusedConfig(**self.choice)
-        self.workspace = ops.matmul_all_reduce(
-            self.iris, self.rooms["sum"], a, b, async_op=True, config=config, workspace=self.workspace
-        )
 
 
 class MatmulAllReduceTuned(MatmulAllReduce):

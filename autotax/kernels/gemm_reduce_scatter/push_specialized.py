@@ -285,8 +285,7 @@ def scatter_tiles(
 
 
 MOST_REGISTERS = {1: 168, 2: 128}
-"""Registers per thread at the launch, by multiplying groups: all that a processor has. The kernel redistributes them among warps.
-"""
+"""Registers per thread at the launch, by multiplying groups: all of a processor. The kernel redistributes them among warps."""
 
 
 @gluon.jit(do_not_specialize=["rank", "added"])

@@ -38,8 +38,7 @@ BIAS, RESIDUAL = 1, 2
 def with_addends(
     total, bias, residual, added, row, row_end, col, n, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """total + bias[col:] + residual[row:row_end, col:] for rows below `row_end`; the bits of `added` say which addends are
-    present.
+    """total + bias[col:] + residual[row:row_end, col:] for rows below `row_end`; the bits of `added` say which are present.
 
     `residual` has rows of n elements, a multiple of ALIGNED.
     """
@@ -56,9 +55,7 @@ def with_addends(
 
 
 def addends(out: Tensor, bias: Tensor | None, residual: Tensor | None) -> tuple[Any, Any, Any]:
-    """The kernel arguments (bias, residual, which), all None if nothing is added. `out` stands for a missing addend and is not
-    read.
-    """
+    """The kernel arguments (bias, residual, which), None if nothing is added. `out` stands for a missing one and is not read."""
     if bias is None and residual is None:
         return None, None, None
     which = BIAS * (bias is not None) + RESIDUAL * (residual is not None)
@@ -66,8 +63,7 @@ def addends(out: Tensor, bias: Tensor | None, residual: Tensor | None) -> tuple[
 
 
 class Adding(Kernel[GemmReduceScatter]):
-    """A kernel whose calls also take a bias and a residual: contiguous, at multiples of 16 bytes, apart from the output's memory.
-    """
+    """A kernel whose calls also take a bias and a residual: contiguous, aligned to 16 bytes, not in the output's memory."""
 
     ADDS = True
     """For callers that may not import this module: they test this attribute."""

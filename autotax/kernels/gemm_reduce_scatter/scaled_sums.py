@@ -55,9 +55,7 @@ class Multiplying:
 
 
 class Scaled(Kernel[GemmReduceScatter]):
-    """A plain kernel with products of e4m3. A call takes A, B, the scales of A unless it makes them, the scales of B, C, bias,
-    residual.
-    """
+    """A plain kernel with products of e4m3. A call takes A, B, A's scales unless it makes them, B's scales, C, bias, residual."""
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         product = ScaledProduct(problem, config, problem.m, context)

@@ -41,8 +41,7 @@ def send_and_add(
     WORLD: tl.constexpr, REPLICATED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
     TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`partial` [m, n] is the product of this rank, `box` [slot, source, room, n] the inbox; flags are [part, program, source].
-    """
+    """`partial` [m, n] is this rank's product, `box` [slot, source, room, n] the inbox; flags are [part, program, source]."""
     epoch = tl.load(control + EPOCH)
     programs = tl.num_programs(0)
     program = tl.program_id(0)

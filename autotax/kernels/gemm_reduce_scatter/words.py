@@ -164,9 +164,7 @@ def send(
     WORLD: tl.constexpr, HOW: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows row ... top - 1 to the ranks that add them up. `place` is the offset of this rank's box for this call, in
-    words.
-    """
+    """Writes rows row ... top - 1 to the ranks that add them up. `place` is the offset, in words, of this rank's box."""
     width = tl.cdiv(n, 2) if TWO else n
     first = col // 2 if TWO else col
     line = row + tl.arange(0, ROWS)
