@@ -96,12 +96,10 @@ def place_kernel(
 class Push(Kernel[HeadGather]):
     """Every rank stores its heads in the inboxes of the others, then a flag. A second launch copies them to the output.
 
-    Why every wait ends: in the first launch one program per source waits, after it has sent. Fewer programs wait than there are
-    ranks, so all the others find room, and they do not wait. When the second launch begins, all data have arrived.
-
-    The inbox is [2, source, batch, heads of a rank, head_dim]; the parity of the call selects the slot. A rank overwrites a slot two
-    calls later. In the call in between it waits for the flags of every peer, and each peer raised those after it had finished reading
-    the slot. All senders of a source raise the same flag of a rank, once per call, even if they have nothing to send.
+    In the first launch one program per source waits, after it has sent. Fewer programs wait than there are ranks, so all the
+    others find room. The inbox is [2, source, batch, heads of a rank, head_dim]; the parity of the call selects the slot. A rank
+    overwrites a slot two calls later, when it has waited for every peer's flag in between. All senders of a source raise the same
+    flag, in every call.
     """
 
     def __init__(self, problem: HeadGather, config: Config, context: Context) -> None:
@@ -214,18 +212,14 @@ def gather_words_kernel(
 class Words(Kernel[HeadGather]):
     """One kernel. Heads are sent as words of eight bytes that carry the number of their call. No fences and no flags.
 
-    A word has four bytes of q in its low half and the number of the call in its high half, and is written by one store. The
-    reader reloads words until all have this call's number, then copies their bytes to the output.
+    A word has four bytes of q in its low half and the number of the call in its high half, and is written by one store. So no
+    older word has the same number, and a call of fewer tokens writes fewer words. The reader reloads words until all have this
+    call's number, then copies their bytes to the output. Programs send all their words before they wait, and all are resident at
+    the same time, because the launch is cooperative. A rank overwrites a slot two calls later, when it has words of the call in
+    between from every peer.
 
-    Why every wait ends: programs first send all their words without waiting, then they wait for words of all peers. All programs
-    are resident at the same time, because the launch is cooperative.
-
-    Why no stale word matches: a word carries all 32 bits of the call number, so no older word has the same number. No word is
-    replaced before it was read: a rank overwrites a slot two calls later. By then it has received words of the call in between
-    from every peer, and each peer sent those after its previous call had ended. A call of fewer tokens writes fewer words.
-
-    The whole program votes whether all words have arrived: see `flash_decode.exchange`, and for AMD `primitives`. A polled tile
-    has at least as many words as the program has threads.
+    The whole program votes whether all words have arrived: see `flash_decode.exchange`. A polled tile has at least as many words
+    as the program has threads.
     """
 
     def __init__(self, problem: HeadGather, config: Config, context: Context) -> None:

@@ -264,16 +264,11 @@ def dot(x, y, acc, TARGET: tl.constexpr):
     return tl.dot(x.to(y.dtype), y, acc, input_precision="ieee")
 
 
-# Signals that programs of one die combine: they are counted on the die first, then written back and sent once.
-#
-# On AMD a release writes back the whole L2 of the die, so several releases at a time repeat the same work. Here a program counts
-# itself as pending on its die once its stores have reached the L2. The first pending program signals for all: it reads how many are
-# pending, writes back the L2, adds that number to the peer's flag and subtracts it from the count, until none is pending. Waits
-# have the same goals as with `signal`.
-#
-# The hardware reports which die a program runs on, so the result is right for any placement of programs. It saves work only where
-# programs of one die signal the same flag at about the same time (`comm_dies` of `push`). A test tries all interleavings of the
-# steps. The code has not run on an AMD GPU.
+# Signals that programs of one die combine. On AMD a release writes back the whole L2 of the die, so several releases at a time
+# repeat the same work. Here the first pending program signals for all. The hardware reports which die a program runs on, so the
+# result is right for any placement. It saves work only where programs of one die signal the same flag at about the same time
+# (`comm_dies` of `push`). The code has not run on an AMD GPU.
+
 MOST_DIES = 16
 """Dies that the hardware can number."""
 
@@ -306,16 +301,9 @@ def signal_of_die(flag, pending, TARGET: tl.constexpr):
             left = tl.atomic_add(pending, -seen, sem="relaxed", scope="gpu") - seen
 
 
-# Atomic stores and polling loads of 8-byte words that validate themselves, on any machine.
-#
-# On NVIDIA and on CPU ranks they are Triton's own stores and volatile loads. On AMD both are instructions of system scope (`sc0
-# sc1`): a store goes through the caches of its die to where peers and other dies find it, and a load bypasses them. Triton 3.7.1
-# makes a `volatile` load a plain buffer load on AMD, and `.wt` waits for each store. No instruction is wider than a word, so no
-# word is torn.
-#
-# On AMD a vote on words is a reduction. All waves get the same result if no two of them hold copies of one word. So a polled tile
-# has at least as many words as the program has threads. The loads are marked as having side effects, so that the compiler cannot
-# repeat them for another layout. Tests check all this in the assembly. The code has not run on an AMD GPU.
+# Atomic stores and polling loads of 8-byte words that validate themselves. On NVIDIA and on CPU ranks they are Triton's own stores
+# and volatile loads. On AMD both are instructions of system scope: docs/memory-model.md. `.wt` would wait for each store there.
+
 LANES = tl.constexpr(64)
 """Threads of a wave on AMD."""
 MOST_AT_ONCE = 8

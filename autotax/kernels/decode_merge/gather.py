@@ -1,12 +1,9 @@
 """gather and fine_grained: our own all-gather, or with `head_scatter` all-to-all, replaces that of the library; the merge
 follows.
 
-Why every wait of gather ends: in the pushing launch one program per source waits, after it has sent. At most as many programs
-wait as there are ranks, so all the others find room, and they do not wait. When the second launch begins, all data have arrived.
-
-Rows are stored unchanged in the inbox [2, world, arriving, head_dim]. One flag per source follows; all senders of that source to
-a rank raise it. The parity of the call selects the slot. A rank overwrites a slot two calls later. In the call in between it
-waits for the flags of every peer, and each peer raised those after it had finished reading the slot.
+Rows are stored unchanged in the inbox [2, world, arriving, head_dim]. The parity of the call selects the slot. In gather one flag
+per source follows; all senders of that source to a rank raise it, and one program per source waits after it has sent.
+docs/decode-merge.md says why every wait ends and when a slot may be written again.
 """
 
 from __future__ import annotations
@@ -135,11 +132,7 @@ def merge_blocks_kernel(
 class FineGrained(MergeKernel):
     """A flag follows each block of rows that a rank pushes, and a block is merged when it has arrived from all ranks.
 
-    Why every wait ends: only programs of the second launch wait, for the first launch of all ranks. The first launch does not
-    wait, and on each rank it ends before the second begins. So the sizes of the grids do not matter.
-
     Every call raises the flag of each (source, block of rows) once; a call of fewer rows sends the missing rows as empty ones.
-    Slots are reused as in `Gather`, because every call waits for blocks of every peer.
     """
 
     def __init__(self, problem: DecodeMerge, config: Config, context: Context) -> None:

@@ -1,15 +1,9 @@
 """words and compact: one kernel. All programs push rows as LL words, then each merges some rows of all ranks. No fences and no
 flags.
 
-A word is 8 bytes: a float32 of O, its row's log-sum-exp, and a tag of three bits (see `flash_decode.exchange`).
-
-Why every wait ends: programs first send all their rows without waiting; then they wait for words of all ranks. All programs are
-resident at the same time: the launch is cooperative, so CUDA refuses a grid that does not fit.
-
-Why no stale word matches: each call writes all words of its slot; a call of fewer rows sends the missing rows as empty ones. So a
-word not yet written by this call has the tag of two calls before. No word is replaced before it was read: a rank overwrites a
-slot two calls later. By then it has received words of the call in between from every peer, and each peer sent those after its
-previous call had ended.
+A word is 8 bytes: a float32 of O, its row's log-sum-exp, and a tag of three bits (see `flash_decode.exchange`). Each call writes
+all words of its slot; a call of fewer rows sends the missing rows as empty ones. docs/decode-merge.md says why every wait ends
+and no stale word matches.
 """
 
 from __future__ import annotations

@@ -4,29 +4,19 @@ rows.
 With output `replicated` all rows go to all ranks; with `head_scatter` each row goes to the rank that owns its head, and rows are
 ordered by owner (`attention.place`). `arriving` is the number of rows that a rank receives from each rank.
 
-The inbox is o [2, world, arriving, ...] and, with flags, lse [2, world, arriving]. The parity of the epoch selects one of its two
-slots. A rank overwrites a slot two calls later. By then it has received the results of the call in between, and each peer sent
-those after it had finished reading the slot.
-
-With flags, rows are stored as float32 or the PAYLOAD type, and a flag follows each block of rows. With LL, rows are words that
-need neither fence nor flag, because every word carries a tag of its call.
+The inbox is o [2, world, arriving, ...] and, with flags, lse [2, world, arriving]. The parity of the epoch selects the slot. With
+flags, rows are stored as float32 or the PAYLOAD type, and a flag follows each block of rows. With LL, rows are words that need
+neither fence nor flag, because every word carries a tag of its call.
 
 A word is 8 bytes, written by one store. Its low half is one float32 of a partial result, or two neighbouring columns rounded to a
 16-bit PAYLOAD type. Its high half is the log-sum-exp of its row, so that a word can be merged without any other. The tag is the
 epoch of the call modulo 8. It replaces the last three bits of the float32, or with a 16-bit PAYLOAD those of the log-sum-exp. A
 row of head_dim columns is WORDS words, head_dim or half as many, rounded up. The reader reloads its words until each has the tag
-of the call.
+of the call. docs/flash-decode.md says why no word is stale, torn, or replaced before it was read.
 
-Why no stale word can match: each call writes all words of its slot. In call e a word of the slot has the tag of e - 2 (0 before
-the first calls) until call e replaces it. A store of eight aligned bytes is never torn. e - 2 and e differ modulo 8, even where
-epochs wrap around.
-
-All threads decide together whether all words have arrived (`absent`). If each warp decided by itself, on loads made at different
-times, the warps would diverge. On NVIDIA the vote is an instruction; on AMD it is a reduction (see `primitives`).
-
-The vote and the merge must use the same loaded values. If a tile has fewer elements than the program has threads, and two layouts
-of it are needed, Triton duplicates the load, even a volatile one. Threads would vote on one load and merge the other, made at
-another time. So polled tiles are never that small (`shapes.chunk_of`).
+All threads decide together whether all words have arrived (`absent`), and the vote and the merge use the same loaded values. If a
+tile had fewer elements than the program has threads, and two layouts of it were needed, Triton would duplicate the load, even a
+volatile one. So polled tiles are never that small (`shapes.chunk_of`).
 """
 
 import triton

@@ -2,18 +2,15 @@
 ranks.
 
 All programs compute attention; then each merges some rows over the splits and pushes them; then it merges these rows of all
-ranks.
-
-Why every wait ends: the second phase waits for the first phase of all programs of this rank, the third for the second phase of
-all ranks. A program finishes each phase before it waits in the next, and all programs are resident at the same time: the launch
-is cooperative, so CUDA refuses a grid that does not fit. The interpreter runs programs one after the other, so it gets one.
+ranks. A program finishes each phase before it waits in the next, and all programs are resident at the same time: the launch is
+cooperative, so CUDA refuses a grid that does not fit. The interpreter runs programs one after the other, so it gets one.
 
 If a KV head is not split and all its query heads go to the same ranks, the first phase pushes and the second is skipped. The
 words of the splits need one slot only: a rank overwrites them in its next launch, when all have been read.
 
-There are no other waits between programs. With EARLY (a programmatic dependent launch, from Hopper on) the launch begins while
-the previous kernel ends. Programs become resident, then wait for the end of that kernel before they access memory. No counter of
-finished programs is needed: each program has its own epoch and advances it at its end.
+With EARLY (a programmatic dependent launch, from Hopper on) the launch begins while the previous kernel ends. Programs become
+resident, then wait for the end of that kernel before they access memory. No counter of finished programs is needed: each program
+has its own epoch and advances it at its end.
 """
 
 from __future__ import annotations

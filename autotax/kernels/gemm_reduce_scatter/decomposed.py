@@ -12,11 +12,8 @@ The number of GEMMs is a trade-off: few large ones are fast, the results of many
 - `product`: the GEMM stores its result directly in the owner's memory.
 
 After this rank's last GEMM one kernel adds up the received rows. With a replicated output another kernel receives the sums of the
-other ranks.
-
-Waits: a rank waits for no other rank before all its own sends are enqueued. The exception is `open_slot`, which waits for peers
-to finish the call two calls ago: see `all_gather_gemm.push_gather`. A flag of the copy engines is a copy of the ticket in which
-`open_slot` wrote the number of this call. Stream order puts the flag after its data.
+other ranks. A flag of the copy engines is a copy of the ticket in which `open_slot` wrote the number of this call; stream order
+puts it after its data. docs/memory-model.md says why every wait ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """push and pull_reduce: tiles of the partial sum are stored in an inbox or an outbox, and the owner of their rows adds them up.
 
-Waits: programs first compute and send without waiting. Then they add up pieces of this rank's rows. Each piece waits for the
-flags of all ranks for its tile. With a replicated output they finally wait for the sums of the other ranks, which depend only on
-tiles. So every wait ends. The last `adders` programs compute no tiles and add up from the start. See `product` and `reduction`.
+Programs first compute and send, then add up pieces of this rank's rows, and last receive the sums of other ranks if the output is
+replicated. The last `adders` programs compute no tiles and add up from the start. See `product` and `reduction`.
 """
 
 from __future__ import annotations
@@ -132,10 +131,9 @@ class Push(Adding):
 
 
 class PullReduce(Push):
-    """Like `push`, but a tile stays in an outbox of the rank that computed it, and its owner reads it from there.
+    """Like `Push`, but a tile stays in an outbox of the rank that computed it, and its owner reads it from there.
 
-    Stores and releases are then local and fast. Reading across links takes more programs than writing; `adders` provides them. Waits
-    and the reuse of slots are as in `push`: the flag that releases a tile for reading lies at the owner.
+    Stores and releases are then local and fast. Reading across links takes more programs than writing; `adders` provides them.
     """
 
     PULL = True

@@ -7,14 +7,7 @@ of the call.
 
 Pieces of this rank's rows are distributed over the four adding warps of all programs, in the order in which tiles arrive. A poll
 takes a microsecond, so a separate warp polls. It waits for the flags of all ranks and signals the adders through the barrier
-`there`. It runs at most one piece ahead (`taken`).
-
-Waits: loaders and multiplying groups wait for each other, and a sender waits for the groups of its program. None of them waits
-for another program. Pollers wait for the senders of all ranks, adders for their poller. So every wait ends.
-
-The inbox has two slots, chosen by the parity of the call. A rank writes a slot again two calls later. In the call in between it
-waited for tiles of every peer. Each peer sent them after it had added up the previous call. Each flag has one writer, which sets
-it to the number of the call, so calls of fewer rows may skip flags.
+`there`. It runs at most one piece ahead (`taken`). docs/memory-model.md says why every wait ends.
 """
 
 from __future__ import annotations

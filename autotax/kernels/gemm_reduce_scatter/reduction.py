@@ -1,16 +1,11 @@
 """The owner of some rows of C adds up the partial sums of all ranks, in float32 and in the order of the ranks. And optional
 addends.
 
-The order of addition does not depend on the order of arrival, so equal inputs give equal bits. With a replicated output the owner
-sends the sums to every rank.
-
-The owner adds up pieces of its rows in the order in which the tiles arrive. A piece waits for one flag per rank, whose tiles
-cover the piece. The sum is stored in the output. With a replicated output it is also stored in the `sums` of every other rank.
-After the last piece of a row of tiles, the flag of that row is raised at every other rank.
-
-There are two slots, chosen by the parity of the call. A rank writes a slot again two calls later. In the call in between it
-waited for flags of every peer, and each peer raised them after it had finished with the slot. This requires that every call waits
-for every peer. So each rank owns at least one row of tiles, possibly of padding.
+The order of addition does not depend on the order of arrival, so equal inputs give equal bits. The owner adds up pieces of its
+rows in the order in which the tiles arrive. A piece waits for one flag per rank, whose tiles cover the piece. The sum is stored
+in the output, and with a replicated output in the `sums` of every other rank. After the last piece of a row of tiles, the flag of
+that row is raised at every other rank. docs/memory-model.md says why the two slots suffice: each rank owns at least one row of
+tiles, possibly of padding, so every call waits for every peer.
 
 Addends are a bias [n], and a residual with the shape of the output. Both are added in float32 before the sum is rounded. With a
 replicated output all ranks get the same rounded sum. Each rank adds its own bias and residual to it, and the result is rounded

@@ -2,14 +2,8 @@
 
 The GEMM stores in memory of this rank alone. So the second kernel chooses the slot of the inbox by the number of the call, and no
 kernel has to free a slot before the GEMM. Each program of the second kernel sends its slice of every peer's rows, with a flag
-after each of `parts` parts. Then it adds up the same slice of this rank's rows, in float32 and in the order of the ranks. With a
-replicated output a rank sends all rows to every peer.
-
-Waits: a program waits only for the programs with its number on the other ranks, and these send before they wait. So every wait
-ends, however many programs run at a time.
-
-The inbox has two slots, chosen by the parity of the call. A rank writes a slot again two calls later. In the call in between it
-waited for every peer. Each peer sent that call's parts after it had added up the call before.
+after each of `parts` parts. Then it adds up the same slice of this rank's rows, in float32 and in the order of the ranks, and
+waits only for the programs with its number. With a replicated output a rank sends all rows to every peer.
 """
 
 from __future__ import annotations

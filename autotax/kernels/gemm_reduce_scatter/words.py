@@ -8,22 +8,12 @@ a replicated output is made:
 - `one`: every rank sends its partial sum to all ranks, and each adds up everything. One trip.
 - `two`: each rank adds up some of the column tiles and sends the sums to all. Two trips, fewer bytes.
 
-A scattered output takes one trip, to the owner of each row.
+A scattered output takes one trip, to the owner of each row. Programs send all their tiles before they wait; docs/memory-model.md
+says why no stale word matches and none is replaced too early. Rows of padding are sent too, so every rank waits for every other
+rank, directly or through an owner that did.
 
-Waits: programs first compute and send all their tiles without waiting. Then they wait for partial sums, including those of this
-rank, and finally for sums. So every wait ends.
-
-No stale word can match. There are two slots, chosen by the parity of the call. A word of the slot holds the number of an earlier
-call until this call's word replaces it whole.
-
-No word is replaced too early. A rank writes to an owner of rows or tiles in call e + 2 only after it has data from that owner's
-call e + 1: sums, words, or sums of another owner that waited for its words. The owner sent all of these after it had finished
-call e. In every call each rank waits for words of every other rank, directly or through an owner that did. This holds because
-rows of padding are sent too.
-
-The whole program votes on whether all words have arrived: `flash_decode.exchange` gives the reason, and `primitives` that for
-AMD. The values that are used are those that passed the vote. Each turn loads every word anew and adds it up, and the sum of the
-last turn is the result.
+The whole program votes on whether all words have arrived: `flash_decode.exchange` gives the reason. The values that are used are
+those that passed the vote. Each turn loads every word anew and adds it up, and the sum of the last turn is the result.
 """
 
 from __future__ import annotations
