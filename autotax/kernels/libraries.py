@@ -221,17 +221,13 @@ class _Capturable:
 
 
 TILES: tuple[Mapping[str, Any], ...] = (
-    {},
-    {"block_size_m": 128, "block_size_n": 128},
-    {"block_size_m": 64, "block_size_n": 128, "group_size_m": 8},
+    {}, {"block_size_m": 128, "block_size_n": 128}, {"block_size_m": 64, "block_size_n": 128, "group_size_m": 8},
     {"block_size_m": 16, "block_size_n": 128},
-)
+)  # fmt: skip
 """Settings of `iris.ops.FusedConfig`: the defaults, and smaller tiles, of which the last is for few rows."""
 COPIES: tuple[Mapping[str, Any], ...] = (
-    {},
-    {"block_size_m": 16, "block_size_n": 256, "comm_sms": 128},
-    {"block_size_m": 8, "block_size_n": 512, "comm_sms": 128},
-)
+    {}, {"block_size_m": 16, "block_size_n": 256, "comm_sms": 128}, {"block_size_m": 8, "block_size_n": 512, "comm_sms": 128},
+)  # fmt: skip
 """Settings of `iris.ccl.Config`."""
 
 

@@ -25,11 +25,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.products import load_tile
 from autotax.kernels.context import Context
-from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, part_of_tile, rounded
-from autotax.kernels.primitives import arithmetic
+from autotax.kernels.gemm_reduce_scatter.product import grouped, last_of_parts, part_of_tile, rounded
 from autotax.operators.scaled import library_product
 
 GROUP = tl.constexpr(128)
@@ -83,8 +81,6 @@ BLOCK_K = tl.constexpr(128)
 """Columns of K whose products tensor cores add up: those that share a scale with scales `block`."""
 LIBRARY, FAST = "library", "library_fast"
 """The vendor's product; FAST accumulates with fewer bits, which only comparisons measure."""
-
-grouped = arithmetic(tiling.grouped)
 
 
 @triton.jit

@@ -16,16 +16,12 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels import tiling
 from autotax.kernels.context import Context
 from autotax.kernels.decode_merge.layout import Held, Layout, MergeKernel, load_partial, store_merged
-from autotax.kernels.flash_decode.attention import merge, store_partial
+from autotax.kernels.flash_decode.attention import merge, place, store_partial
 from autotax.kernels.gemm_reduce_scatter.bsp import all_reduce, reduce_scatter
 from autotax.kernels.kernel import VECTOR_BYTES, Kernel
-from autotax.kernels.primitives import arithmetic
 from autotax.operators.decode_merge import DecodeMerge
-
-place = arithmetic(tiling.place)
 
 
 @triton.jit(do_not_specialize=["lse", "lens", "starts", "sequences", "rows", "lse_token", "lse_head", "arriving", "part"])

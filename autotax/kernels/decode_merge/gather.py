@@ -13,13 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from autotax.core.config import Config
-from autotax.kernels import tiling
 from autotax.kernels.context import Context
 from autotax.kernels.decode_merge.layout import Held, MergeKernel, inbox_of, load_partial, store_merged
-from autotax.kernels.flash_decode.attention import merge, store_partial
+from autotax.kernels.flash_decode.attention import merge, place, store_partial
 from autotax.kernels.flash_decode.exchange import distances, push_result
 from autotax.kernels.flash_decode.shapes import ELEMENTS
-from autotax.kernels.primitives import EPOCH, arithmetic, flag_address, leave, signal, translate, wait
+from autotax.kernels.primitives import EPOCH, flag_address, leave, signal, translate, wait
 from autotax.operators.decode_merge import DecodeMerge
 
 
@@ -84,9 +83,6 @@ class Gather(MergeKernel):
             merge_arrived_kernel, (self.taken // layout.together,),
             *self.inbox, out, merged, self.control, layout.arriving, WORLD=world, **layout.block, **self.how,
         )  # fmt: skip
-
-
-place = arithmetic(tiling.place)
 
 
 @triton.jit(do_not_specialize=["lse", "lens", "starts", "sequences", "rows", "lse_token", "lse_head", "rank"])

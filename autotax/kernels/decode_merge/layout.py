@@ -44,12 +44,10 @@ class Layout:
         block_d = max(16, power_of_two(dim))
         block = {"GROUP": together, "HEAD_DIM": dim, "BLOCK_G": power_of_two(together), "BLOCK_D": block_d}
         return cls(
-            rows=problem.batch * problem.heads,
-            arriving=problem.batch * problem.out_heads,
-            share=problem.out_heads if problem.output == "head_scatter" else 0,
-            together=together,
+            rows=problem.batch * problem.heads, arriving=problem.batch * problem.out_heads,
+            share=problem.out_heads if problem.output == "head_scatter" else 0, together=together,
             block=block | {"BASE_E": problem.base == "e"},
-        )
+        )  # fmt: skip
 
 
 class MergeKernel(Kernel[DecodeMerge]):

@@ -15,16 +15,14 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels import tiling
 from autotax.kernels.context import Context, gdc_wait, threads_of
 from autotax.kernels.decode_merge.layout import AtOnce, load_partial, store_merged
+from autotax.kernels.flash_decode.attention import place
 from autotax.kernels.flash_decode.compact import _chunk_of, merge_columns, push_rows
 from autotax.kernels.flash_decode.exchange import distances, merge_words, push_result
 from autotax.kernels.flash_decode.shapes import chunk_of
-from autotax.kernels.primitives import LIMIT, arithmetic
+from autotax.kernels.primitives import LIMIT
 from autotax.operators.decode_merge import DecodeMerge
-
-place = arithmetic(tiling.place)
 
 
 @triton.jit(do_not_specialize=["lse", "lens", "starts", "sequences", "rows", "lse_token", "lse_head", "rank", "taken"])

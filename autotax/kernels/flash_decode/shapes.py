@@ -58,15 +58,9 @@ class Shapes:
         }  # fmt: skip
         merge = {"GROUP": heads, "HEAD_DIM": head_dim, "BLOCK_G": power_of_two(heads), "BLOCK_D": block_d}
         return cls(
-            items=problem.batch * problem.kv_heads // together,
-            kv_heads=problem.kv_heads // together,
-            rows=problem.rows,
-            arriving=problem.out_rows,
-            scale=math.log2(math.e) / math.sqrt(head_dim),
-            attend=attend,
-            heads=heads,
-            merge=merge,
-        )
+            items=problem.batch * problem.kv_heads // together, kv_heads=problem.kv_heads // together, rows=problem.rows,
+            arriving=problem.out_rows, scale=math.log2(math.e) / math.sqrt(head_dim), attend=attend, heads=heads, merge=merge,
+        )  # fmt: skip
 
     @property
     def scatter(self) -> bool:

@@ -37,16 +37,14 @@ from autotax.kernels.all_gather_gemm.scaled_gather import CODES as CODE
 from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
 from autotax.kernels.all_gather_gemm.views import layout_of, padded
 from autotax.kernels.context import Context
+from autotax.kernels.gemm_reduce_scatter.product import grouped, remote_row
 from autotax.kernels.gemm_reduce_scatter.reduction import Adding, addends
 from autotax.kernels.gemm_reduce_scatter.scaled_sums import plain
-from autotax.kernels.primitives import EPOCH, arithmetic, flag_address, leave, settle
+from autotax.kernels.primitives import EPOCH, flag_address, leave, settle
 from autotax.kernels.scaled_roles import CODES, OVERLAPPING, await_launch, multiply_tile, with_scales
 from autotax.kernels.tiling import GROUP_ROWS, MOST_RANKS, PART_ROWS
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.inputs import DTYPES
-
-grouped = arithmetic(tiling.grouped)
-remote_row = arithmetic(tiling.remote_row)
 
 PIECE_ROWS = gl.constexpr(16)
 """Rows of a tile that are added up at a time."""

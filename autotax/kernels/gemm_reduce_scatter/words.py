@@ -29,23 +29,26 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
 from autotax.kernels.all_gather_gemm.tiles import TileOptions
 from autotax.kernels.context import Context
-from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, multiplied, part_of_tile, rounded
+from autotax.kernels.gemm_reduce_scatter.product import (
+    first_block,
+    grouped,
+    last_block,
+    last_of_parts,
+    multiplied,
+    part_of_tile,
+    pieces,
+    rounded,
+    tile_of,
+    whole_tiles,
+)
 from autotax.kernels.gemm_reduce_scatter.reduction import Adding, addends, with_addends
 from autotax.kernels.gemm_reduce_scatter.scaled_sums import plain
-from autotax.kernels.primitives import EPOCH, ERROR, LIMIT, arithmetic, leave, load_whole, note_missing, store_whole
+from autotax.kernels.primitives import EPOCH, ERROR, LIMIT, leave, load_whole, note_missing, store_whole
 from autotax.kernels.scaled_product import BLOCK_K, Tile, scaled_sum, with_scales
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
-
-grouped = arithmetic(tiling.grouped)
-whole_tiles = arithmetic(tiling.whole_tiles)
-tile_of = arithmetic(tiling.tile_of)
-first_block = arithmetic(tiling.first_block)
-last_block = arithmetic(tiling.last_block)
-pieces = arithmetic(tiling.pieces)
 
 PIECE_WORDS = 1024
 """Words that a program polls together: at least as many as it has threads, which may load a smaller tile twice."""
