@@ -145,8 +145,6 @@ class Context:
                 torch.cuda.current_stream().wait_stream(stream)
 
 
-# Launches whose programs all run at the same time.
-
 try:
     from triton.language.extra.cuda import gdc_wait
 except ModuleNotFoundError:  # Triton built only for ROCm: launches never overlap there, so this is never called

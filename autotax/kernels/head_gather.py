@@ -98,8 +98,7 @@ class Push(Kernel[HeadGather]):
 
     In the first launch one program per source waits, after it has sent. Fewer programs wait than there are ranks, so all the
     others find room. The inbox is [2, source, batch, heads of a rank, head_dim]; the parity of the call selects the slot. A rank
-    overwrites a slot two calls later, when it has waited for every peer's flag in between. All senders of a source raise the same
-    flag, in every call.
+    overwrites a slot two calls later, when it has waited for every peer's flag in between. A source has one flag.
     """
 
     def __init__(self, problem: HeadGather, config: Config, context: Context) -> None:
@@ -215,11 +214,9 @@ class Words(Kernel[HeadGather]):
     A word has four bytes of q in its low half and the number of the call in its high half, and is written by one store. So no
     older word has the same number, and a call of fewer tokens writes fewer words. The reader reloads words until all have this
     call's number, then copies their bytes to the output. Programs send all their words before they wait, and all are resident at
-    the same time, because the launch is cooperative. A rank overwrites a slot two calls later, when it has words of the call in
-    between from every peer.
+    the same time, because the launch is cooperative. A rank overwrites a slot two calls later, after words of every peer.
 
-    The whole program votes whether all words have arrived: see `flash_decode.exchange`. A polled tile has at least as many words
-    as the program has threads.
+    The whole program votes whether all words have arrived: see `flash_decode.exchange`. A polled tile has a word for each thread.
     """
 
     def __init__(self, problem: HeadGather, config: Config, context: Context) -> None:

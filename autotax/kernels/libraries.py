@@ -84,7 +84,7 @@ class Nccl(Kernel[Any]):
 
 
 def _with_protocol(context: Context, protocol: str) -> Context:
-    """The same services with a communicator of NCCL that uses `protocol`. Collective. NCCL reads the variable when it makes one."""
+    """The same services with a communicator of NCCL that uses `protocol`. It reads it when it is made. Collective."""
     if context.heap.slab.is_meta:
         return context
     world, groups = context.world, _groups.setdefault(context.world.data, {})
@@ -117,7 +117,6 @@ class DeepGemm:
     def __call__(self, a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
         if not self.context.dry:
             self.multiply((a, scales_a), (b, scales_b), out)
-
 
 REPEATS = 5
 """Calls that decide between settings."""

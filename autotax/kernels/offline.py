@@ -126,12 +126,12 @@ def compile_offline(problem: Problem, config: Config, hardware: Hardware, kind: 
 
 def resources_offline(problem: Problem, config: Config, hardware: Hardware) -> list[Resources]:
     """Compiles like `compile_offline` and returns the GPU resources of each kernel."""
-    found: list[Resources] = []
+    resources: list[Resources] = []
 
     class Inspecting(Context):
         def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
             binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
-            found.append(resources_of(kernel.__name__, binary))
+            resources.append(resources_of(kernel.__name__, binary))
 
     compile_offline(problem, config, hardware, Inspecting)
-    return found
+    return resources

@@ -1,7 +1,6 @@
 """Device functions that every variant shares: peer addresses, signals, bounded waits, epochs.
 
-`TARGET` is "cuda", "hip" or "interpreter"; the functions differ by nothing else. docs/memory-model.md gives the rules behind each
-line. In short:
+`TARGET` is "cuda", "hip" or "interpreter"; the functions differ by nothing else. docs/memory-model.md gives the rules. In short:
 
 - A flag is a counter that only grows. A call waits until a flag has reached a goal. The goal follows from the epoch,
   the number of the call. So nothing is reset between calls and a captured graph can be replayed.
@@ -203,8 +202,7 @@ def wait_by_atomics(flag, goal, source, index, control, TARGET: tl.constexpr):
 def wait(flag, goal, source, index, control, TARGET: tl.constexpr):
     """Waits until the flag has reached `goal`, or for a bounded number of polls. Returns the flag's last value.
 
-    `source` (the rank that signals) and `index` only label the note of a wait that gives up. Later waits of that call give up
-    soon.
+    `source` (the rank that signals) and `index` only label the note of a wait that gives up. Later waits give up soon.
     """
     if TARGET == "hip":
         seen = wait_on_hip(flag, goal, source, index, control)

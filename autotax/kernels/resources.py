@@ -51,5 +51,5 @@ def _of_assembly(listing: str) -> tuple[int | None, int | None]:
 
 
 def _number(pattern: str, text: str) -> int | None:
-    found = re.search(pattern, text)
-    return int(found[1]) if found else None
+    match = re.search(pattern, text)
+    return int(match[1]) if match else None

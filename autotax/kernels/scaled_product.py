@@ -57,8 +57,7 @@ def quantise(values, scale, most, QUANT: tl.constexpr, TARGET: tl.constexpr):
     """Quantises whole rows: the bits of e4m3, uint8 in the shape of `values`, and the scales.
 
     `values` are float32 [rows, columns], zero where there is none. With QUANT "block" columns are a multiple of 128. `scale` is
-    that of QUANT "tensor", `most` the largest magnitude that scales of QUANT "row" follow. The scales are `scale`, [rows], or
-    [rows, columns / 128].
+    that of QUANT "tensor", `most` the largest magnitude that scales of QUANT "row" follow. Scales: `scale`, [rows], [rows, columns / 128].
     """
     ROWS: tl.constexpr = values.shape[0]
     if QUANT == "tensor":
@@ -106,8 +105,8 @@ def dot_of_codes(x, y, TARGET: tl.constexpr):
 
 @triton.constexpr_function
 def turned(block_m, block_n, target):
-    """Whether a tile is computed as its transpose. Hopper multiplies e4m3 in blocks of at least 64 rows. Where A has fewer, rows
-    of B take their place; otherwise the compiler would convert every element to 16 bits.
+    """Whether a tile is computed as its transpose: Hopper takes 64 rows of e4m3 or more, else the compiler converts every
+    element.
     """
     return target == "cuda" and block_m < 64 and block_n >= 64
 

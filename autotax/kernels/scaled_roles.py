@@ -18,7 +18,6 @@ CODES = gl.constexpr(2 * BLOCK_K)
 MOST_TOGETHER = gl.constexpr(192)
 """Most rows of Y whose parts are multiplied together. Sums and products of more would not fit in registers."""
 
-
 OVERLAPPING = {"launch_pdl": True}
 """The option of a launch that may begin while the kernel before it ends. Such a kernel begins with `await_launch`."""
 

@@ -32,8 +32,7 @@ def remote_row(row, rows, world, interleaved):
 
 
 def push_unit(unit, chunks, pieces, world, interleaved):
-    """Which (hop, chunk, piece) is pushed as the unit-th. Hop i goes to rank + i, or comes from rank - i; its reader needs it at
-    step i.
+    """Which (hop, chunk, piece) is pushed as the unit-th. Hop i, to rank + i or from rank - i, is needed at step i.
 
     Returns (hop * chunks + chunk) * pieces + piece with hop in 1..world-1; a bijection from range((world-1)*chunks*pieces).
     """
@@ -78,8 +77,7 @@ def chiplet(program, programs, chiplets):
 
 
 def place(row, rows, heads, share):
-    """The place of a row (sequence * heads + head) when the rows of each rank are stored together; rank r owns heads from r*share
-    on.
+    """The place of a row (sequence * heads + head) when the rows of each rank are stored together; a rank owns `share` heads.
 
     It is rank * (rows per rank) + sequence * share + local head; a bijection if heads is a multiple of share.
     """
@@ -129,8 +127,7 @@ def pieces(tiles, whole, splits):
 
 
 def dealt_out(items, programs, comm, splits):
-    """How many work items are assigned statically, round robin, to the programs that do not communicate, whose loop is one
-    pipeline.
+    """How many work items are assigned statically, round robin, to programs that do not communicate: one pipeline.
 
     Programs that become free take the other items. All are assigned, unless the `comm` programs can save a wave by joining; then
     the last two waves are not. With `splits` > 1 none is, because parts are shorter than whole tiles.
@@ -144,11 +141,9 @@ def dealt_out(items, programs, comm, splits):
 # Orders of work for GPUs of several dies with an L2 each. Integer arithmetic for kernels, like the functions above.
 
 def remapped(item, first, end, programs, dies):
-    """Permutes the items first ... end - 1 so that programs of one die compute neighbouring items at a time; a bijection for any
-    numbers.
+    """Permutes the items first ... end - 1 so that programs of a die compute neighbouring items; a bijection for any numbers.
 
-    With `grouped` in groups as high as the grid, a die has some whole columns of tiles of each wave: a strip of N, walked along
-    M.
+    With `grouped` in groups as high as the grid, a die has whole columns of tiles of each wave: a strip of N, walked along M.
     """
     wave = item - item % programs
     start = wave if wave > first else first

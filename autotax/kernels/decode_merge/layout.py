@@ -133,8 +133,7 @@ def load_partial(
     o, lse, lens, starts, sequences, first, rows, heads, lse_token, lse_head,
     BASE_E: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Loads rows first ... first + GROUP of this rank's O [tokens, heads, head_dim] and LSE as float32 [BLOCK_G, BLOCK_D] and
-    [BLOCK_G].
+    """Loads rows first ... first + GROUP of O [tokens, heads, head_dim] and LSE as float32 [BLOCK_G, BLOCK_D] and [BLOCK_G].
 
     `lse_token` and `lse_head` are the strides of LSE. The result is (0, -inf) for rows whose LSE is not finite, whatever O holds
     there, for rows from `rows` on, and with `lens` for tokens of which this rank `holds_nothing`. BLOCK_D may be a part of

@@ -1,9 +1,7 @@
-"""words and compact: one kernel. All programs push rows as LL words, then each merges some rows of all ranks. No fences and no
-flags.
+"""words and compact: one kernel. All programs push rows as LL words, then each merges some rows. No fences, no flags.
 
 A word is 8 bytes: a float32 of O, its row's log-sum-exp, and a tag of three bits (see `flash_decode.exchange`). Each call writes
-all words of its slot; a call of fewer rows sends the missing rows as empty ones. docs/decode-merge.md says why every wait ends
-and no stale word matches.
+all words of its slot; a call of fewer rows sends empty ones. docs/decode-merge.md says why every wait ends and no word is stale.
 """
 
 from __future__ import annotations
@@ -119,8 +117,7 @@ class Compact(AtOnce):
     """`Words` with words of four 15-bit floats (`flash_decode.compact`), so a column costs 16 bits on the links.
 
     Besides its words, each part of a row has a head, sent twice: a float32 word with the scale and the log-sum-exp. The error of
-    a column is at most 2^-10 of it plus 2^-39 of the largest finite column of its part. Heads and words are polled and voted on
-    together.
+    a column is at most 2^-10 of it plus 2^-39 of the largest finite column of its part. Heads and words are polled together.
     """
 
     KERNEL = compact_merge_kernel

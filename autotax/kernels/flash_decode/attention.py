@@ -140,11 +140,9 @@ def split_kernel(
 
 @triton.jit
 def work_of(program, items, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr):
-    """The (item, split) of a program: all splits of an item and then the next item, or with SPLIT_FIRST one split of every item
-    first.
+    """The (item, split) of a program: all splits of an item and then the next item, or with SPLIT_FIRST one split of all.
 
-    The hardware deals programs to dies in turn. The order gives each die neighbouring splits, or with SPLIT_FIRST neighbouring
-    items.
+    The hardware deals programs to dies in turn. The order gives a die neighbouring splits, or with SPLIT_FIRST items.
     """
     if SPLIT_FIRST:
         item = chiplet(program % items, items, CHIPLETS)

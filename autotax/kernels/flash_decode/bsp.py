@@ -1,5 +1,4 @@
-"""Variants of separate launches. bsp, the bulk-synchronous baseline, splits, merges, calls the library's all-gather and merges
-over ranks.
+"""Variants of separate launches. bsp, the baseline: splits, local merge, the library's all-gather, merge over ranks.
 
 With output `head_scatter` an all-to-all replaces the all-gather: each rank receives the rows that it owns. gather and
 fine_grained replace the collective by a push: every rank, the sender included, gets the whole partial result of a rank, or the
@@ -176,11 +175,9 @@ def push_kernel(
     WORLD: tl.constexpr, SENDERS: tl.constexpr, SCATTER: tl.constexpr, WAIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """SENDERS programs per destination; each sends a share of o [arriving, head_dim] and lse [arriving], with SCATTER of its
-    destination's rows.
+    """SENDERS programs per destination; each sends a share of o [arriving, head_dim] and lse, with SCATTER of its rows.
 
-    With WAIT the last sender to each destination also waits for one source, after it has sent. So the launch ends when all have
-    arrived.
+    With WAIT the last sender to each destination also waits for one source, after it has sent. So then all have arrived.
     """
     epoch = tl.load(control + EPOCH)
     hop = tl.program_id(0) // SENDERS + 1

@@ -80,8 +80,7 @@ def store_packed(
     packed, head, words, heads, row, HEADS_A_ROW: tl.constexpr, MINE: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes GROUP rows of words [BLOCK_G, BLOCK_D / 4] and heads [BLOCK_G] to rows `row` (int64 [BLOCK_G]) of `words` and
-    `heads`.
+    """Writes GROUP rows of words [BLOCK_G, BLOCK_D / 4] and heads [BLOCK_G] to rows `row` (int64) of `words` and `heads`.
 
     Each row gets MINE heads: two per part of the row. `packed` may hold a part, to whose start `words` and `heads` then point.
     """
@@ -106,8 +105,7 @@ def number(words, COLUMN: tl.constexpr):
 
 @triton.jit
 def poll_rows(words_at, heads_at, mask, safe, epoch, piece, rank, control, limit, FROM_RANKS: tl.constexpr, TARGET: tl.constexpr):
-    """The words and heads at these addresses [BLOCK_G, CHUNK, BLOCK_W] when all have the tag of this call, or after `limit`
-    polls.
+    """The words and heads at these addresses [BLOCK_G, CHUNK, BLOCK_W] when all have the call's tag, or after `limit` polls.
 
     `piece` [CHUNK] labels the note of a timeout, as in `exchange.poll`. Masked ones are zero.
     """
@@ -146,8 +144,7 @@ def merge_columns(
     `words_in` are [PIECES, rows, HEAD_DIM / 4, rounded up], `heads_in` [PIECES, rows, HEADS_A_ROW]; `first` is int64. BLOCK_D may
     be a part of HEAD_DIM; then both point to the start of that part. Returns o [BLOCK_G, BLOCK_D] and lse [BLOCK_G].
 
-    Pieces are the middle axis, because Triton distributes warps along the first. So a thread merges all pieces of its columns
-    without shared memory.
+    Pieces are the middle axis, because Triton distributes warps along the first. So a thread merges all pieces of its columns.
     """
     WORDS: tl.constexpr = (HEAD_DIM + 3) // 4
     BLOCK_W: tl.constexpr = BLOCK_D // 4
@@ -198,8 +195,7 @@ def push_rows(
     WORLD: tl.constexpr, SCATTER: tl.constexpr, HEADS_A_ROW: tl.constexpr, MINE: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows first ... first + GROUP of o [BLOCK_G, BLOCK_D] and lse [BLOCK_G] to the inboxes of all ranks, this rank's
-    last.
+    """Writes rows first ... first + GROUP of o [BLOCK_G, BLOCK_D] and lse [BLOCK_G] to the inboxes of all ranks, here last.
 
     With SCATTER it writes only to the rank that owns the rows. MINE: see `store_packed`.
     """

@@ -1,5 +1,4 @@
-"""Attention over a piece of the KV cache, in three cores: warps share each block of tokens, or take their own tokens, or a KV
-head each.
+"""Attention over a piece of the KV cache, in three cores: warps share each block of tokens, or take tokens or KV heads.
 
 In `attend_by_warp` and `attend_by_head` warps wait for each other only at the copies of a block. Query heads are the columns of
 the matrix products; the rows are tokens, then head_dim. So few heads are padded to eight columns instead of sixteen rows. Triton
@@ -59,8 +58,8 @@ def inside_of(token, first, end, starts):
 
 @triton.jit
 def page_of(table, at, s, end, PAGE: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The page numbers of tokens at + s, in the shape of s, or a single number if a block lies in one page. Blocks begin at
-    multiples of their size. Entries of tokens from `end` on are not loaded.
+    """The page numbers of tokens at + s, or a single number where a block, which begins at a multiple of its size, lies in a
+    page.
     """
     token = at if BLOCK_S <= PAGE else at + s
     return tl.load(table + token // PAGE, mask=token < end, other=0)
@@ -85,8 +84,7 @@ def load_cached(cache, offsets, mask, TYPE: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def load_in_halves(cache, first, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr):
-    """Loads the even and the odd columns of tokens as fp16, each [..., BLOCK_D / 2, tokens], zero where not `inside`. Not for
-    AMD.
+    """Loads the even and the odd columns of tokens as fp16, each [..., BLOCK_D / 2, tokens], zero if not `inside`. Not on AMD.
 
     `first` [..., tokens] are the even offsets at which tokens begin. The addresses transpose the tile: Triton would not prefetch
     a tile that is transposed after its load. An operand register holds two neighbours along the tokens, and transposed reads of
@@ -136,9 +134,7 @@ def in_fp16(query, AXIS: tl.constexpr):
 
 @triton.jit
 def sink_of(sinks, head, split, g, GROUP: tl.constexpr, QUERIES: tl.constexpr):
-    """Base-2 sinks of rows g of a KV head, float32 in the shape of g; -inf but for the first split of rank 0, so each counts
-    once.
-    """
+    """Base-2 sinks of rows g of a KV head, float32 in the shape of g; -inf but for the first split of rank 0."""
     HEADS: tl.constexpr = GROUP // QUERIES
     LOG2_E: tl.constexpr = 1.4426950408889634
     return tl.load(sinks + head * HEADS + g // QUERIES, mask=(g < GROUP) & (split == 0), other=float("-inf")) * LOG2_E

@@ -1,5 +1,4 @@
-"""The exchange of partial results between ranks: push rows to the inboxes of the ranks that need them, then merge the received
-rows.
+"""The exchange of partial results between ranks: push rows to the inboxes of the ranks that need them, then merge those.
 
 With output `replicated` all rows go to all ranks; with `head_scatter` each row goes to the rank that owns its head, and rows are
 ordered by owner (`attention.place`). `arriving` is the number of rows that a rank receives from each rank.
@@ -152,8 +151,7 @@ def merge_words(
     """Waits for rows first ... first + GROUP of PIECES partial results and merges them, CHUNK (a power of two) at a time.
 
     `first` is int64, `rows` the number of rows of a piece, and `limit` comes from the control block. BLOCK_D may be a part of
-    HEAD_DIM, at whose first word `words_in` begins. Returns o [BLOCK_G, BLOCK_D] and lse [BLOCK_G, columns of words], whose
-    columns are equal.
+    HEAD_DIM, at whose first word `words_in` begins. Returns o [BLOCK_G, BLOCK_D] and lse with equal columns.
     """
     TWO: tl.constexpr = tl.float32 != PAYLOAD
     WORDS: tl.constexpr = (HEAD_DIM + 1) // 2 if TWO else HEAD_DIM

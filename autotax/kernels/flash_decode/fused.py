@@ -121,8 +121,7 @@ def single_kernel(
 
 
 class Single(DecodeKernel):
-    """One kernel. The last program to finish a KV head merges its splits and pushes the result; receivers wait for all ranks and
-    merge.
+    """One kernel. The last program to finish a KV head merges its splits and pushes the result; receivers merge.
 
     Why every wait ends: only receiving programs wait, and only for split programs of this and other ranks, which do not wait.
     Receivers have the highest program ids and are fewer than the processors, so split programs always find room.

@@ -1,5 +1,4 @@
-"""resident: one kernel of three phases without special roles, in which LL words carry an all-reduce within the rank and across
-ranks.
+"""resident: one kernel of three phases, in which LL words carry an all-reduce within the rank and across ranks.
 
 All programs compute attention; then each merges some rows over the splits and pushes them; then it merges these rows of all
 ranks. A program finishes each phase before it waits in the next, and all programs are resident at the same time: the launch is

@@ -150,8 +150,8 @@ class Inbox:
 
 
 def chunk_of(pieces: int, heads: int, width: int, threads: int) -> int:
-    """How many of `pieces` partial results `merge_words` polls at a time, in rows of `width` words; a power of two. A program
-    then polls at least one word per thread (see `exchange`), and at most MOST_WORDS.
+    """How many of `pieces` results `merge_words` polls together, in rows of `width` words: a word a thread or more, at most
+    MOST_WORDS.
     """
     words = power_of_two(heads) * width
     return max(1, ceil_div(threads, words), min(power_of_two(pieces), MOST_WORDS * threads // words))

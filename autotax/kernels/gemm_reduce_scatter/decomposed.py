@@ -1,5 +1,4 @@
-"""decomposed: calls of the vendor's GEMM compute the rows of one rank after another. Each result is sent while the next is
-computed.
+"""decomposed: calls of the vendor's GEMM compute the rows of one rank after another, each while the result before is sent.
 
 The number of GEMMs is a trade-off: few large ones are fast, the results of many small ones can be sent early. `products` is one of
 - `one`: all rows at once; then all rows are sent;

@@ -1,5 +1,4 @@
-"""The GEMM of every fused variant: a persistent loop over the tiles of a rank's partial sum. Finished tiles go to the rank of
-their rows.
+"""The GEMM of every fused variant: a persistent loop over the tiles of a rank's partial sum, which go to their owners.
 
 The partial sum is C_r = A @ B.T, [m, n]. Rank d owns rows d*R ... d*R + R - 1, with R = ceil(m / ranks); rows past m count as
 zeros. A tile, block_m x block_n, has rows of one owner. Tiles of other owners come first, tiles of rank + 1 before tiles of rank
@@ -100,8 +99,8 @@ def store_rows(
 
 @triton.jit
 def place_of(slot, owner, source, room, n, WORLD: tl.constexpr, PULL: tl.constexpr):
-    """Offset, in elements, of the rows that `source` has computed for `owner`: in the owner's inbox [slot, source, room, n], or
-    with PULL in the outbox [slot, owner, room, n] of the source.
+    """Elements before the rows of `source` for `owner`, in the inbox [slot, source, room, n], with PULL the outbox [slot, owner,
+    room, n].
     """
     return (slot * WORLD + (owner if PULL else source)) * (room * tl.cast(n, tl.int64))
 
@@ -130,8 +129,7 @@ def tell(where, counts, told, flags, bases, rank, epoch, n_tiles, most_blocks, T
 
 @triton.jit
 def tell_flat(where, told, flags, bases, rank, epoch, n_tiles, most_blocks):
-    """`tell` for CUDA with one flag per tile, in a flattened loop: Triton does not pipeline a loop that contains a
-    `debug_barrier`.
+    """`tell` for CUDA with one flag per tile, in a flattened loop: a `debug_barrier` would keep Triton from pipelining it.
 
     The compiled code passes the result of the exchange to all threads behind a barrier. This barrier comes after the stores of
     all threads and before the release, so it replaces `settle`. Tests look for it in the PTX.

@@ -2,8 +2,7 @@
 
 A tile of the partial sum is [GROUPS * 64, PARTS * WIDE]. Tiles of other owners come first, as in `product`. Each of one or two
 groups multiplies 64 rows by all columns, part by part. It rounds each part and stages it in shared memory. The sender stores
-staged parts in the owner's inbox (TMA). When all of a tile is written there, it sets the tile's flag at the owner to the number
-of the call.
+staged parts in the owner's inbox (TMA). When all of a tile is written there, it sets the flag to the number of the call.
 
 Pieces of this rank's rows are distributed over the four adding warps of all programs, in the order in which tiles arrive. A poll
 takes a microsecond, so a separate warp polls. It waits for the flags of all ranks and signals the adders through the barrier

@@ -1,5 +1,4 @@
-"""The owner of some rows of C adds up the partial sums of all ranks, in float32 and in the order of the ranks. And optional
-addends.
+"""The owner of some rows of C adds up all partial sums and optional addends, in float32 and in the order of the ranks.
 
 The order of addition does not depend on the order of arrival, so equal inputs give equal bits. The owner adds up pieces of its
 rows in the order in which the tiles arrive. A piece waits for one flag per rank, whose tiles cover the piece. The sum is stored
@@ -98,8 +97,8 @@ def store_sum(
     total, out, bias, residual, added, sums, slot, row, col, m, n, rows, room, bases, rank,
     WORLD: tl.constexpr, REPLICATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Stores a piece of this rank's rows in the output. With a replicated output it also stores the piece, without bias and
-    residual, in the sums [slot, owner, room, n] of all other ranks.
+    """Stores a piece of this rank's rows, and for a replicated output also its plain sum in `sums` [slot, owner, room, n] of the
+    others.
     """
     below = tl.minimum(rows, m - rank * rows)  # rows that are not padding
     if REPLICATED:

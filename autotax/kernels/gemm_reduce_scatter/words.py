@@ -1,9 +1,7 @@
-"""words, for few rows: partial sums travel as 8-byte words that carry the number of their call, so they need no fences and no
-flags.
+"""words, for few rows: partial sums travel as 8-byte words that carry the number of their call, without fences and flags.
 
 A word has four bytes of data in its low half: one float32, or two neighbouring columns of 16 bits. Its high half is the number of
-the call. One store writes it. The reader loads its words repeatedly until every word has this call's number. `shots` selects how
-a replicated output is made:
+the call. One store writes it. The reader loads its words until all have this call's number. `shots` makes a replicated output:
 
 - `one`: every rank sends its partial sum to all ranks, and each adds up everything. One trip.
 - `two`: each rank adds up some of the column tiles and sends the sums to all. Two trips, fewer bytes.
@@ -355,7 +353,6 @@ class Words(Adding):
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:  # noqa: ARG002
         """Supports any number of rows: slots keep their places, and a word carries the number of its call."""
         return {}
-
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
