@@ -40,8 +40,6 @@ def delay(context: Context, us: float) -> None:
         time.sleep(us / 1e6)
 
 
-# A barrier of all ranks on the device. It makes the ranks start a timed sample together.
-
 @triton.jit(do_not_specialize=["rank"])
 def align_kernel(flags, bases, control, rank, WORLD: tl.constexpr, TARGET: tl.constexpr):
     """One program: signals every peer, then waits for a signal from each peer."""
@@ -54,7 +52,7 @@ def align_kernel(flags, bases, control, rank, WORLD: tl.constexpr, TARGET: tl.co
 
 
 class Aligner:
-    """Enqueues device barriers on the current stream. Construction is collective, like an operator's."""
+    """Enqueues device barriers, which make the ranks start a timed sample together. Construction is collective."""
 
     def __init__(self, context: Context) -> None:
         self.context = context

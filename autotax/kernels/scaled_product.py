@@ -105,9 +105,7 @@ def dot_of_codes(x, y, TARGET: tl.constexpr):
 
 @triton.constexpr_function
 def turned(block_m, block_n, target):
-    """Whether a tile is computed as its transpose: Hopper takes 64 rows of e4m3 or more, else the compiler converts every
-    element.
-    """
+    """Whether a tile is computed transposed: Hopper takes 64 rows of e4m3 or more, else the compiler converts every element."""
     return target == "cuda" and block_m < 64 and block_n >= 64
 
 

@@ -81,10 +81,8 @@ def inbox_of(problem: DecodeMerge, layout: Layout, context: Context) -> tuple[Te
     return o, context.heap.alloc((2, world, rows), torch.float32)
 
 
-# The host side of `words` and `compact`: one launch whose programs all run at the same time.
-
 class AtOnce(MergeKernel):
-    """Programs that first send, then wait. Each program has its own epoch and advances it at its end."""
+    """One launch of programs that run at the same time: they send, then wait. Each has its own epoch, advanced at its end."""
 
     KERNEL: Any
     memory: tuple[Tensor, ...]

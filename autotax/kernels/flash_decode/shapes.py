@@ -150,8 +150,6 @@ class Inbox:
 
 
 def chunk_of(pieces: int, heads: int, width: int, threads: int) -> int:
-    """How many of `pieces` results `merge_words` polls together, in rows of `width` words: a word a thread or more, at most
-    MOST_WORDS.
-    """
+    """How many of `pieces` results `merge_words` polls together, in rows of `width` words: one to MOST_WORDS words a thread."""
     words = power_of_two(heads) * width
     return max(1, ceil_div(threads, words), min(power_of_two(pieces), MOST_WORDS * threads // words))

@@ -39,8 +39,7 @@ class TorchFused(Kernel[GemmReduceScatter]):
 
 
 class TorchPipeline(Kernel[GemmReduceScatter]):
-    """Torch's fused operator step by step, in memory allocated once, with the sum in the output. The ranks must divide the rows.
-    """
+    """Torch's fused operator step by step, in memory allocated once, with the sum in the output. Ranks must divide the rows."""
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)

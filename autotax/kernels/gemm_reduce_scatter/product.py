@@ -99,8 +99,8 @@ def store_rows(
 
 @triton.jit
 def place_of(slot, owner, source, room, n, WORLD: tl.constexpr, PULL: tl.constexpr):
-    """Elements before the rows of `source` for `owner`, in the inbox [slot, source, room, n], with PULL the outbox [slot, owner,
-    room, n].
+    """Elements before what `source` has for `owner` in the inbox [slot, source, room, n], or with PULL the outbox [slot, owner,
+    ...].
     """
     return (slot * WORLD + (owner if PULL else source)) * (room * tl.cast(n, tl.int64))
 

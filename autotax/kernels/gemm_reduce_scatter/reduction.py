@@ -97,9 +97,7 @@ def store_sum(
     total, out, bias, residual, added, sums, slot, row, col, m, n, rows, room, bases, rank,
     WORLD: tl.constexpr, REPLICATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Stores a piece of this rank's rows, and for a replicated output also its plain sum in `sums` [slot, owner, room, n] of the
-    others.
-    """
+    """Stores a piece of this rank's rows, and if replicated also the plain sum in `sums` [slot, owner, room, n] of the others."""
     below = tl.minimum(rows, m - rank * rows)  # rows that are not padding
     if REPLICATED:
         there = sums + place_of(slot, 0, rank, room, n, WORLD, False)
