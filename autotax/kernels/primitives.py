@@ -1,6 +1,6 @@
 """Device functions that every variant shares: peer addresses, signals, bounded waits, epochs.
 
-`TARGET` is "cuda", "hip" or "interpreter"; the functions differ by nothing else. docs/memory-model.md gives the rules. In short:
+`TARGET` is "cuda", "hip" or "interpreter"; the functions differ by nothing else. See docs/memory-model.md for the rules. In short:
 
 - A flag is a counter that only grows. A call waits until a flag has reached a goal. The goal follows from the epoch,
   the number of the call. So nothing is reset between calls and a captured graph can be replayed.

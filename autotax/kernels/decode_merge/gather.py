@@ -1,8 +1,8 @@
 """gather and fine_grained: our own all-gather, or with `head_scatter` all-to-all, replaces the library's; then the merge.
 
 Rows are stored unchanged in the inbox [2, world, arriving, head_dim]. The parity of the call selects the slot. In gather one flag
-per source follows; all senders of that source to a rank raise it, and one program per source waits after it has sent.
-docs/decode-merge.md says why every wait ends and when a slot may be written again.
+per source follows; all senders of that source to a rank raise it, and one program per source waits after it has sent. See
+docs/decode-merge.md for why every wait ends and when a slot may be written again.
 """
 
 from __future__ import annotations

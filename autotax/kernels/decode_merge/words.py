@@ -1,7 +1,7 @@
 """words and compact: one kernel. All programs push rows as LL words, then each merges some rows. No fences, no flags.
 
 A word is 8 bytes: a float32 of O, its row's log-sum-exp, and a tag of three bits (see `flash_decode.exchange`). Each call writes
-all words of its slot; a call of fewer rows sends empty ones. docs/decode-merge.md says why every wait ends and no word is stale.
+all words of its slot; a call of fewer rows sends empty ones. See docs/decode-merge.md for why waits end and no word is stale.
 """
 
 from __future__ import annotations

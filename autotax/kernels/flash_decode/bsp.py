@@ -1,8 +1,8 @@
 """Variants of separate launches. bsp, the baseline: splits, local merge, the library's all-gather, merge over ranks.
 
-With output `head_scatter` an all-to-all replaces the all-gather: each rank receives the rows that it owns. gather and
-fine_grained replace the collective by a push: every rank, the sender included, gets the whole partial result of a rank, or the
-rows that it owns. Their inbox is that of `exchange`, with one flag per source, which all programs that send to a rank signal.
+With output `head_scatter` an all-to-all replaces the all-gather: each rank receives the rows that it owns. In gather and
+fine_grained a push replaces the collective: every rank, the sender included, gets the whole partial result of a rank, or the rows
+that it owns. Their inbox is that of `exchange`, with one flag per source, which all programs that send to a rank signal.
 """
 
 from __future__ import annotations

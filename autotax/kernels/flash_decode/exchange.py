@@ -11,7 +11,7 @@ A word is 8 bytes, written by one store. Its low half is one float32 of a partia
 16-bit PAYLOAD type. Its high half is the log-sum-exp of its row, so that a word can be merged without any other. The tag is the
 epoch of the call modulo 8. It replaces the last three bits of the float32, or with a 16-bit PAYLOAD those of the log-sum-exp. A
 row of head_dim columns is WORDS words, head_dim or half as many, rounded up. The reader reloads its words until each has the tag
-of the call. docs/flash-decode.md says why no word is stale, torn, or replaced before it was read.
+of the call. See docs/flash-decode.md for why no word is stale, torn, or replaced before it was read.
 
 All threads decide together whether all words have arrived (`absent`), and the vote and the merge use the same loaded values. If a
 tile had fewer elements than the program has threads, and two layouts of it were needed, Triton would duplicate the load, even a

@@ -12,7 +12,7 @@ The number of GEMMs is a trade-off: few large ones are fast, the results of many
 
 After this rank's last GEMM one kernel adds up the received rows. With a replicated output another kernel receives the sums of the
 other ranks. A flag of the copy engines is a copy of the ticket in which `open_slot` wrote the number of this call; stream order
-puts it after its data. docs/memory-model.md says why every wait ends.
+puts it after its data. See docs/memory-model.md for why every wait ends.
 """
 
 from __future__ import annotations

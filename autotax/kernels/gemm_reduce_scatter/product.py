@@ -99,8 +99,7 @@ def store_rows(
 
 @triton.jit
 def place_of(slot, owner, source, room, n, WORLD: tl.constexpr, PULL: tl.constexpr):
-    """Elements before what `source` has for `owner` in the inbox [slot, source, room, n], or with PULL the outbox [slot, owner,
-    ...].
+    """Elements before the rows of `source` for `owner`: the inbox is [slot, source, room, n], the outbox of PULL goes by owner.
     """
     return (slot * WORLD + (owner if PULL else source)) * (room * tl.cast(n, tl.int64))
 

@@ -6,7 +6,7 @@ staged parts in the owner's inbox (TMA). When all of a tile is written there, it
 
 Pieces of this rank's rows are distributed over the four adding warps of all programs, in the order in which tiles arrive. A poll
 takes a microsecond, so a separate warp polls. It waits for the flags of all ranks and signals the adders through the barrier
-`there`. It runs at most one piece ahead (`taken`). docs/memory-model.md says why every wait ends.
+`there`. It runs at most one piece ahead (`taken`). See docs/memory-model.md for why every wait ends.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The order of addition does not depend on the order of arrival, so equal inputs give equal bits. The owner adds up pieces of its
 rows in the order in which the tiles arrive. A piece waits for one flag per rank, whose tiles cover the piece. The sum is stored
 in the output, and with a replicated output in the `sums` of every other rank. After the last piece of a row of tiles, the flag of
-that row is raised at every other rank. docs/memory-model.md says why the two slots suffice: each rank owns at least one row of
+that row is raised at every other rank. See docs/memory-model.md for why two slots suffice: each rank owns at least one row of
 tiles, possibly of padding, so every call waits for every peer.
 
 Addends are a bias [n], and a residual with the shape of the output. Both are added in float32 before the sum is rounded. With a

@@ -6,9 +6,9 @@ the call. One store writes it. The reader loads its words until all have this ca
 - `one`: every rank sends its partial sum to all ranks, and each adds up everything. One trip.
 - `two`: each rank adds up some of the column tiles and sends the sums to all. Two trips, fewer bytes.
 
-A scattered output takes one trip, to the owner of each row. Programs send all their tiles before they wait; docs/memory-model.md
-says why no stale word matches and none is replaced too early. Rows of padding are sent too, so every rank waits for every other
-rank, directly or through an owner that did.
+A scattered output takes one trip, to the owner of each row. Programs send all their tiles before they wait. See
+docs/memory-model.md for why no stale word matches and none is replaced too early. Rows of padding are sent too, so every rank
+waits for every other rank, directly or through an owner that did.
 
 The whole program votes on whether all words have arrived: `flash_decode.exchange` gives the reason. The values that are used are
 those that passed the vote. Each turn loads every word anew and adds it up, and the sum of the last turn is the result.
