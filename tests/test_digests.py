@@ -56,7 +56,7 @@ def test_what_is_reached_is_imported_by_python_too() -> None:
     command = [sys.executable, "-c", IMPORTING, *(place.module for place in places.values())]
     imported = json.loads(subprocess.run(command, env=here, capture_output=True, text=True, check=True).stdout)
     assert len(VARIANTS) == 14
-    for (op, variant), place in places.items():
+    for (op, _), place in places.items():
         assert place.module.startswith(f"autotax.kernels.{FOLDERS[op]}."), "a variant is in the folder of its operator"
         assert place.module in reached_modules(place)
         assert set(reached_modules(place)) <= set(imported[place.module])

@@ -182,10 +182,6 @@ class Product(Kernel[GemmReduceScatter]):
         context.rejoin(self.beside)
 
 
-# e4m3. `_fast` stands for fast accumulation: tensor cores add up all of K with fewer bits than float32 has. Its errors grow with K,
-# so a result may not hold the limits of verification.
-
-
 class TorchScaled(Kernel[GemmReduceScatter]):
     """torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter. It returns a new tensor."""
 
@@ -212,6 +208,8 @@ class TorchScaled(Kernel[GemmReduceScatter]):
 
 
 class TorchScaledFast(TorchScaled):
+    """With fast accumulation, whose errors grow with K: tensor cores add up all of K with fewer bits than float32 has."""
+
     fast = True
 
 
