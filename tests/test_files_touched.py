@@ -31,7 +31,7 @@ def test_a_variant_is_a_kernel_a_space_and_a_line_of_the_declaration(op: str) ->
     variants = [name for name in named(op).variants if name not in (BASELINE, *named(op).peers)]
     mentions: dict[str, set[str]] = defaultdict(set)
     kernels = PACKAGE / "kernels"
-    own = [*kernels.glob(f"{folder}.py"), *kernels.glob(f"{folder}/*.py"), PACKAGE / f"spaces/{folder}.py"]
+    own = [*kernels.glob(f"{folder}.py"), *(kernels / folder).glob("*.py"), PACKAGE / f"spaces/{folder}.py"]
     for path in (PACKAGE / f"operators/{folder}.py", *own):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and node.value in variants:
