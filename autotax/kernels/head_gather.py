@@ -142,7 +142,7 @@ def anywhere(missing, TARGET: tl.constexpr):
 
 @triton.jit
 def await_words(at, inside, safe, epoch, source, control, limit, TARGET: tl.constexpr):
-    """The words at `at` when all have the number of this call, or after `limit` polls, with a note. Masked ones count as here."""
+    """The words at `at` when all are of this call, or after `limit` polls, which leaves a note. Masked words count as arrived."""
     mine = epoch.to(tl.int64) << 32
     words = load_whole(at, inside, safe, mine, TARGET)
     missing = anywhere((words >> 32).to(tl.int32) != epoch, TARGET)

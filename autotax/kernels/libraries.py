@@ -84,7 +84,7 @@ class Nccl(Kernel[Any]):
 
 
 def _with_protocol(context: Context, protocol: str) -> Context:
-    """The same services with a communicator of NCCL that uses `protocol`. It reads it when it is made. Collective."""
+    """The same services with a communicator of NCCL that uses `protocol`, which NCCL reads only when it makes one. Collective."""
     if context.heap.slab.is_meta:
         return context
     world, groups = context.world, _groups.setdefault(context.world.data, {})

@@ -96,7 +96,7 @@ def count(word, TARGET: tl.constexpr, SCOPE: tl.constexpr):
 
 @triton.jit
 def signal(flag, amount, TARGET: tl.constexpr, SCOPE: tl.constexpr):
-    """Adds `amount` to a flag of any rank, or with SCOPE "gpu" of this one. Who sees it also sees all earlier stores."""
+    """Adds `amount` to a flag of any rank, or with SCOPE "gpu" of this one. Its reader also sees all earlier stores."""
     settle(TARGET)
     if TARGET == "hip":
         write_back(SCOPE)

@@ -241,7 +241,7 @@ def send(
     o, lse, first, far, inbox_o, inbox_lse, epoch, rank, arriving, WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows first ... first + GROUP, as counted there, to the inbox of the rank at distance `far`."""
+    """Writes rows first ... first + GROUP, numbered as they arrive, to the inbox of the rank at distance `far`."""
     slot = (epoch & 1) * WORLD + rank
     there_o = (inbox_o.to(tl.int64) + far).to(inbox_o.dtype)
     at = first + tl.arange(0, BLOCK_G)

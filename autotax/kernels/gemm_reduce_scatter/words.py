@@ -1,7 +1,7 @@
 """words, for few rows: partial sums travel as 8-byte words that carry the number of their call, without fences and flags.
 
 A word has four bytes of data in its low half: one float32, or two neighbouring columns of 16 bits. Its high half is the number of
-the call. One store writes it. The reader loads its words until all have this call's number. `shots` makes a replicated output:
+the call. One store writes it. The reader loads its words until all have this call's number. `shots` selects the trips:
 
 - `one`: every rank sends its partial sum to all ranks, and each adds up everything. One trip.
 - `two`: each rank adds up some of the column tiles and sends the sums to all. Two trips, fewer bytes.
