@@ -77,7 +77,8 @@ def gemms(*names: str) -> set[tuple[str, str]]:
         ("kernels/primitives.py", GEMMS | DECODES),
         ("kernels/all_gather_gemm/__init__.py", set()),
         *volume(
-            ("kernels/all_gather_gemm/gemm.py", GEMMS - gemms("bsp", "decomposed")),
+            ("kernels/all_gather_gemm/push.py", gemms("push", "push_two_kernel")),
+            ("kernels/all_gather_gemm/gemm.py", GEMMS),
             ("kernels/tiling.py", GEMMS | DECODES),
             ("kernels/all_gather_gemm/peers.py", set()),
         ),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autotax.core.config import Config
-from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
+from autotax.kernels.all_gather_gemm.scaled_shards import Quantiser
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.bsp import Bsp
 from autotax.kernels.gemm_reduce_scatter.scaled_sums import Multiplying, Scaled

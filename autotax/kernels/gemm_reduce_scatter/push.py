@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels.all_gather_gemm.tiles import TileOptions
+from autotax.kernels.all_gather_gemm.gemm import TileOptions
 from autotax.kernels.context import Context, note_of
 from autotax.kernels.gemm_reduce_scatter.product import multiply_and_send
 from autotax.kernels.gemm_reduce_scatter.reduction import Adding, add_up, addends, receive_sums

@@ -26,15 +26,16 @@ from autotax.kernels.all_gather_gemm.roles import (
     BLOCK_K,
     X_ROWS,
     allocate,
+    layout_of,
     load_groups,
     load_parts,
+    padded,
     reinterpret,
     store_block,
     wait_first,
 )
-from autotax.kernels.all_gather_gemm.scaled_gather import CODES as CODE
-from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
-from autotax.kernels.all_gather_gemm.views import layout_of, padded
+from autotax.kernels.all_gather_gemm.scaled_shards import CODES as CODE
+from autotax.kernels.all_gather_gemm.scaled_shards import Quantiser
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.product import grouped, remote_row
 from autotax.kernels.gemm_reduce_scatter.reduction import Adding, addends

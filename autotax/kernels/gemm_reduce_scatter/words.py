@@ -27,8 +27,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
-from autotax.kernels.all_gather_gemm.tiles import TileOptions
+from autotax.kernels.all_gather_gemm.gemm import TileOptions
+from autotax.kernels.all_gather_gemm.scaled_shards import Quantiser
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.product import (
     first_block,
