@@ -42,7 +42,7 @@ def symmetric(context: Context, shape: Sequence[int], dtype: torch.dtype) -> Ten
         return context.empty(shape, dtype)
     import torch.distributed._symmetric_memory as symm_mem
 
-    from autotax.heap.torch_symmetric import without_multicast
+    from autotax.heap.base import without_multicast
 
     memory = symm_mem.empty(tuple(shape), dtype=dtype, device=context.heap.slab.device)
     with without_multicast():
@@ -56,7 +56,7 @@ def pipeline(context: Context, nbytes: int) -> Any:
         return None
     import torch.distributed._symmetric_memory as symm_mem
 
-    from autotax.heap.torch_symmetric import without_multicast
+    from autotax.heap.base import without_multicast
 
     with without_multicast():
         symm_mem.get_symm_mem_workspace(group_name(context), nbytes)
@@ -156,7 +156,7 @@ class IrisCall(Kernel[P]):
         return 0
 
     def _open(self, problem: P, context: Context, choices: int) -> None:
-        from autotax.heap.iris import in_context  # loads libraries of the GPU
+        from autotax.heap.base import in_context  # loads libraries of the GPU
 
         shapes, dtype = self.shapes(problem), context.dtype(problem)
         elements = sum(map(math.prod, shapes.values())) + choices * self.workspace_elements(problem)
