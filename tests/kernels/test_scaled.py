@@ -19,7 +19,7 @@ from autotax.core.errors import UsageError
 from autotax.hardware import detect
 from autotax.heap import World
 from autotax.kernels import scaled_product
-from autotax.kernels.deep_gemm import DeepGemm
+from autotax.kernels.libraries import DeepGemm
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.operators import registry, scaled
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
