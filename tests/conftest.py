@@ -30,7 +30,7 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 os.environ.pop("COLUMNS", None)  # output is as wide as its content, whatever the terminal of this run
 
-SERVER = pytest.StashKey[subprocess.Popen[bytes]]()
+SERVERS = pytest.StashKey[list[subprocess.Popen[bytes]]]()
 HERE = Path(__file__).parent
 ALONE = [
     HERE / path
@@ -62,15 +62,19 @@ EMULATED = HERE / "amd" / "test_emulated.py"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ranks on the CPU are forks of one server for the whole run: their imports were a third of its time."""
-    if not hasattr(config, "workerinput"):  # whose processes inherit the variable
+    """Ranks on the CPU are forks of one server for the whole run, and compilers of another: imports were a third of its time.
+
+    Collection makes much and drops little: scanning for garbage meanwhile takes long and frees nothing.
+    """
+    gc.disable()
+    if fork_server.SHARED not in os.environ:  # processes that share the tests out inherit it, and so do runs within a test
         os.environ[fork_server.SHARED] = name = f"tests-{os.getpid()}"
-        interpreted = environment_with(fork_server.INTERPRETED)
-        config.stash[SERVER] = fork_server.start(fork_server.address_of(name, interpreted), interpreted)
+        environments = environment_with(fork_server.INTERPRETED), environment_with({})
+        config.stash[SERVERS] = [fork_server.start(fork_server.address_of(name, each), each) for each in environments]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if server := config.stash.get(SERVER, None):
+    for server in config.stash.get(SERVERS, []):
         server.kill()
         server.wait()
 
@@ -80,12 +84,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    alone = {path: any(path.is_relative_to(place) for place in ALONE) for path in {item.path for item in items}}
     for opt_in in ("full", "amd"):
         if opt_in not in config.option.markexpr:
             items[:] = [item for item in items if not item.get_closest_marker(opt_in)]
     items.sort(key=lambda item: item.path not in LONG)
     for item in items:
-        if any(item.path.is_relative_to(path) for path in ALONE):
+        if alone[item.path]:
             item.add_marker(pytest.mark.alone)
         if item.get_closest_marker("alone"):
             item.add_marker(pytest.mark.xdist_group("alone"))  # one after another with `-n 2 --dist loadgroup` as well
@@ -122,9 +127,9 @@ def _values(case: pytest.Item) -> set[tuple[str, str]]:
 
 def pytest_collection_finish() -> None:
     """Exempts tests and modules, which live to the end, from garbage collection: scanning them took a tenth of the time."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+    gc.enable()
 
 
 @pytest.fixture

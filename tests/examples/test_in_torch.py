@@ -18,6 +18,7 @@ from autotax.operators.problems import AllGatherGemm, AllReduceNorm
 from autotax.software import environment
 from autotax.spaces import space_for
 from tests.db.conftest import keep_winner
+from tests.volume import volume
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,13 +58,14 @@ def run_on_two_ranks(script: str, db: Path) -> list[str]:
     return told
 
 
+@pytest.mark.volume
 def test_the_example_of_fp8_runs(tmp_path: Path) -> None:
     assert len((ROOT / "examples/fp8_in_torch.py").read_text().splitlines()) <= 40
     for rank, told in enumerate(run_on_two_ranks("fp8_in_torch.py", tmp_path / "none.db")):
         assert f"rank {rank}: (8, 256) to (8, 256), torch.bfloat16, finite: True" in told
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", ["in_torch", *volume("all_reduce_norm")])
 def test_an_example_runs_what_is_tuned_and_agrees_with_torch(tmp_path: Path, example: str) -> None:
     db, here = tmp_path / "winners.db", detect("cpu")
     problem, variant, lines = EXAMPLES[example]

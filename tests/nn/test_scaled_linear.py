@@ -96,6 +96,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.sampled(by=lambda kind, layout, tuned, **_: {"layout": (layout, tuned), "kind": (kind, tuned)})
 @pytest.mark.parametrize("tuned", [False, True], ids=["plain", "kernels"])
 @pytest.mark.parametrize(("layout", "quantize"), [("row", "row"), ("block", "block"), ("tensor", "static")])
 @pytest.mark.parametrize("kind", LAYERS)

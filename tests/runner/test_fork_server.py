@@ -17,6 +17,7 @@ from autotax.runner.fork_server import INTERPRETED, SHARED, Forked, ForkServer
 from autotax.runner.pool import RankPool
 from autotax.runner.processes import Child
 from tests.runner.small import CPU
+from tests.volume import volume
 
 CHILD = "tests.runner.forked"
 TUNER = """
@@ -180,7 +181,7 @@ def test_what_libraries_read_on_import_is_never_that_of_another_process(server: 
         child.kill()
 
 
-@pytest.mark.parametrize("name", ["x" * 5000, "of nobody \udcff"])
+@pytest.mark.parametrize("name", ["of nobody \udcff", *volume("x" * 5000)])
 def test_where_no_server_has_that_name_there_is_one_of_our_own(
     server: ForkServer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
