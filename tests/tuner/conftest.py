@@ -7,6 +7,8 @@ import pytest
 
 from autotax.db import Store, shipped
 from autotax.operators.declaration import ONLY_OURS_VARIABLE
+from autotax.tuner import progress, tuning
+from tests.tuner.synthetic import Clock
 
 
 @pytest.fixture
@@ -20,6 +22,16 @@ def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Hides the shipped winners, which do not fit the synthetic landscapes. Returns the empty folder in their place."""
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
     return tmp_path / "shipped"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of runs: no machine is too slow for a limit."""
+    clock = Clock()
+    for module in (tuning, progress):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(tuning, "Accounts", lambda: progress.Accounts(started=clock.monotonic()))
+    return clock
 
 
 @pytest.fixture(autouse=True)
