@@ -6,6 +6,7 @@ AUTOTAX_TEST_PART, `2/3` for instance, leaves one part of the cases, the same on
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sqlite3
@@ -24,10 +25,26 @@ from sqlalchemy import Engine, event
 from autotax.operators import declaration, loading, registry
 from autotax.runner import fork_server
 from autotax.runner.processes import environment_with
+from autotax.runner.ranks import Ranks
 
 # On a busy machine an example, or making one, takes any time.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+AT_ONCE_S = 30.0
+"""A shorter timeout of ranks is what a test is about."""
+
+
+def _patiently(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """On a busy machine ranks may take many times as long as their tests say, which only bound what never ends."""
+
+    @functools.wraps(run)
+    def patient(ranks: Ranks, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        return run(ranks, function, *args, timeout=timeout if timeout < AT_ONCE_S else 5 * timeout)
+
+    return patient
+
+
+Ranks.run = _patiently(Ranks.run)  # type: ignore[method-assign]
 os.environ.pop("COLUMNS", None)  # output is as wide as its content, whatever the terminal of this run
 
 SERVERS = pytest.StashKey[list[subprocess.Popen[bytes]]]()

@@ -40,7 +40,7 @@ def environment(folder: Path) -> dict[str, str]:
 def test_surroundings(tmp_path: Path, name: str) -> None:
     script, code, told = CASES[name]
     done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=120, check=False
+        ["bash", "-c", script], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == code, done
     assert "Traceback" not in done.stderr + done.stdout and "Exception ignored" not in done.stderr, done

@@ -49,7 +49,7 @@ def run_on_two_ranks(script: str, db: Path) -> list[str]:
         for rank in range(2)
     ]
     try:
-        told = [rank.communicate(timeout=120)[0] for rank in ranks]
+        told = [rank.communicate(timeout=280)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -82,6 +82,6 @@ def test_without_a_launcher_it_says_how_to_start_it() -> None:
     settings = {name: value for name, value in os.environ.items() if name != "RANK"} | {"TRITON_INTERPRET": "1"}
     settings |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     command = [sys.executable, ROOT / "examples/in_torch.py"]
-    alone = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=120)
+    alone = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=280)
     assert alone.returncode == 1 and "Traceback" not in alone.stderr
     assert "torchrun --nproc-per-node 2 examples/in_torch.py" in alone.stderr

@@ -169,7 +169,7 @@ def test_a_client_that_is_killed_takes_its_own_server_with_it() -> None:
         names = sorted(process.name() for process in left)
         tuner.kill()
     assert names == ["autotax-rank", "autotax-server"]
-    _, alive = psutil.wait_procs(left, timeout=60)
+    _, alive = psutil.wait_procs(left, timeout=280)
     assert not alive
 
 
@@ -225,5 +225,5 @@ def test_no_rank_imports_again_what_the_server_has() -> None:
 
 
 def _ended(process: psutil.Process) -> bool:
-    _, alive = psutil.wait_procs([process], timeout=60)
+    _, alive = psutil.wait_procs([process], timeout=280)
     return not alive

@@ -53,13 +53,13 @@ def lock(path: Path, released: threading.Event) -> threading.Thread:
         other = sqlite3.connect(path, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         taken.set()
-        released.wait(60)
+        released.wait(500)
         other.execute("ROLLBACK")
         other.close()
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert taken.wait(10)
+    assert taken.wait(250)
     return thread
 
 
