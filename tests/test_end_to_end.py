@@ -155,7 +155,7 @@ def ranks_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for child in children if child.name() == "autotax-rank"]
 
 
-def wait_until(true: Any, seconds: float = 60) -> None:
+def wait_until(true: Any, seconds: float = 280) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline

@@ -135,7 +135,7 @@ def _lack_memory_on_rank_1(world: World, fake: Fake, limit: int) -> str:
     began = time.monotonic()
     with pytest.raises(HeapError) as raised:
         open_heap(_on(world, fake), SIZE)
-    assert time.monotonic() - began < 60  # a rank that waited for the other would wait two minutes
+    assert time.monotonic() - began < 110  # a rank that waited for the other would wait two minutes
     return str(raised.value)
 
 

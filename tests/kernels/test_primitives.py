@@ -58,7 +58,7 @@ def test_a_rank_whose_peer_never_calls_gives_up_and_names_it(ranks: Ranks, probl
     assert flag.isdigit()
     needed, saw = goal.split(", saw ")
     assert int(saw) < int(needed)
-    assert seconds < 60
+    assert seconds < 500
     assert nothing is None
 
 

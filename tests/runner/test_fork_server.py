@@ -218,8 +218,8 @@ def test_no_rank_imports_again_what_the_server_has() -> None:
         for _ in range(2):
             pool.start()
             for pid in (rank.child.process.pid for rank in pool.ranks):
-                times = psutil.Process(pid).cpu_times()
-                assert times.user + times.system < 1.0, "importing torch and Triton takes three seconds of a core"
+                read = psutil.Process(pid).io_counters().read_chars
+                assert read < 8e6, "importing torch and Triton reads tens of megabytes"
     finally:
         pool.close()
 
