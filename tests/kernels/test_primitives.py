@@ -86,6 +86,7 @@ def test_the_barrier_of_ranks_holds_across_the_wrap(ranks: Ranks) -> None:
     ranks.run(_align_across_the_wrap)
 
 
+@pytest.mark.sampled(by=lambda problem, variant, case: {"variant": (problem.dtype, variant), "case": (problem.dtype, case)})
 @pytest.mark.parametrize(("problem", "variant", "case"), ATTENDING, ids=str)
 def test_attention_is_sound(ranks: Ranks, problem: FlashDecode, variant: str, case: str) -> None:
     near = {"rtol": 1e-4, "atol": 1e-5} if problem is DECODE else {"rtol": 1e-2, "atol": 5e-3}

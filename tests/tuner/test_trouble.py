@@ -23,6 +23,8 @@ from autotax.tuner import run_recorder, study
 from tests.tuner.shared import GEMM, H200, Ear, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 
+pytestmark = pytest.mark.usefixtures("optunas_tables")
+
 
 class At(SyntheticRunner):
     """Calls a function once, after a given number of searched configs."""
