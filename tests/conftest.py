@@ -162,6 +162,17 @@ def without_syncing() -> Iterator[None]:
     event.remove(Engine, "connect", let_be)
 
 
+@pytest.fixture(scope="module")
+def one_renderer() -> Iterator[None]:
+    """One process draws the charts of all pages of a test file: starting it takes longer than drawing."""
+    from autotax.report import charts  # only now: it imports what takes seconds
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(charts.RENDERER, "close", lambda: None)
+        yield
+    charts.RENDERER.close()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _loads_of_a_module() -> Iterator[None]:
     """Forgets the operators and variants that a test file declared or loaded: the next file runs in the same process."""

@@ -34,6 +34,7 @@ from tests.db.test_exchange import an_entry
 from tests.db.test_lookup import here  # noqa: F401
 from tests.report.test_ladder import DOCUMENTS
 
+pytestmark = pytest.mark.usefixtures("one_renderer")
 SAMPLE, VOLUME = 20, 600
 AMOUNTS = [SAMPLE, pytest.param(VOLUME, marks=pytest.mark.volume)]
 WRONG = [

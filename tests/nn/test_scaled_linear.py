@@ -177,6 +177,7 @@ def compiled(world: World) -> float:
     return float((again.float() - found.float()).abs().max() + (exported.float() - found.float()).abs().max())
 
 
+@pytest.mark.volume
 def test_compiled_and_exported_calls_have_equal_bits(ranks: Ranks) -> None:
     assert ranks.run(compiled, timeout=120) == [0.0] * WORLD
 
