@@ -64,12 +64,16 @@ LONG = [
     HERE / path
     for path in (
         "test_end_to_end.py",
-        "runner/test_live.py",
+        "examples/test_outside.py",
         "kernels/test_compile.py",
+        "kernels/test_releases.py",
         "kernels/test_scaled.py",
         "kernels/test_variants.py",
         "kernels/test_words_on_amd.py",
         "nn/test_conformance.py",
+        "nn/test_consensus.py",
+        "nn/test_tensor_checks.py",
+        "engines/test_plugins.py",
         "tuner/test_tune.py",
     )
 ]
