@@ -34,6 +34,7 @@ def attacked(starts: int, folder: Path) -> dict[str, Any]:
 
 
 @as_root
+@pytest.mark.volume
 def test_a_store_on_a_port_lets_a_stranger_in(tmp_path: Path) -> None:
     """The attack works where there is a way."""
     told = attacked(0, tmp_path)

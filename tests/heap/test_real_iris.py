@@ -54,6 +54,7 @@ def ranks(fake: Fake) -> Iterator[Ranks]:  # noqa: ARG001 - a process has the li
         yield ranks
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CHECKS)
 def test_conformance(ranks: Ranks, fake: Fake, name: str) -> None:
     ranks.run(_run_check, fake, name)
