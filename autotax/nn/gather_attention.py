@@ -134,7 +134,7 @@ class GatherAttention(Tuned):
         """The output and its log-sum-exps, float32 [batch, q_heads, tokens], for a call that torch records."""
         problem, inputs = self._problem_of(q, k, v)
         if self._world is None:
-            from autotax.kernels.gather_attention.library import attend  # brings Triton
+            from autotax.kernels.gather_attention.vendor import attend  # brings Triton
 
             o, lse = attend(self._library, *inputs, causal=problem.mask == "causal")
             return o, lse.contiguous()
@@ -198,7 +198,7 @@ class GatherAttention(Tuned):
 
     def _alone(self, problem: Shape, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor | None) -> Tensor:
         """The output where there is one rank."""
-        from autotax.kernels.gather_attention.library import attend  # brings Triton
+        from autotax.kernels.gather_attention.vendor import attend  # brings Triton
 
         o, _ = attend(self._library, *inputs, causal=problem.mask == "causal")
         if out is None:
