@@ -22,8 +22,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from sqlalchemy import Engine, event
 
-from autotax.operators import declaration, loading, registry
-from autotax.runner import fork_server
+from autotax.operators import declaration, registry
+from autotax.runner import processes
 from autotax.runner.processes import environment_with
 from autotax.runner.ranks import Ranks
 
@@ -88,10 +88,10 @@ def pytest_configure(config: pytest.Config) -> None:
     Collection makes much and drops little: scanning for garbage meanwhile takes long and frees nothing.
     """
     gc.disable()
-    if fork_server.SHARED not in os.environ:  # processes that share the tests out inherit it, and so do runs within a test
-        os.environ[fork_server.SHARED] = name = f"tests-{os.getpid()}"
-        environments = environment_with(fork_server.INTERPRETED), environment_with({})
-        config.stash[SERVERS] = [fork_server.start(fork_server.address_of(name, each), each) for each in environments]
+    if processes.SHARED not in os.environ:  # processes that share the tests out inherit it, and so do runs within a test
+        os.environ[processes.SHARED] = name = f"tests-{os.getpid()}"
+        environments = environment_with(processes.INTERPRETED), environment_with({})
+        config.stash[SERVERS] = [processes.start(processes.address_of(name, each), each) for each in environments]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -190,15 +190,15 @@ def _loads_of_a_test() -> Iterator[None]:
 
 
 def _forgetting() -> Iterator[None]:
-    known, loaded, places = dict(registry.operators()), dict(loading.digests), list(sys.path)
+    known, loaded, places = dict(registry.operators()), dict(registry.digests), list(sys.path)
     own = {name: (dict(operator.variants), dict(operator.peers)) for name, operator in known.items()}
     yield
-    for name in loading.digests.keys() - loaded.keys():  # otherwise a second load would not declare it again
+    for name in registry.digests.keys() - loaded.keys():  # otherwise a second load would not declare it again
         sys.modules.pop(Path(name).stem if name.endswith(".py") else name, None)
     sys.path[:] = places
     declaration.declared.clear()
     declaration.declared.update(known)
-    loading.digests.clear()
-    loading.digests.update(loaded)
+    registry.digests.clear()
+    registry.digests.update(loaded)
     for name, (variants, peers) in own.items():
         known[name].variants, known[name].peers = variants, peers

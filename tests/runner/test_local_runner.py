@@ -20,10 +20,9 @@ from autotax.digests import kernel_digest
 from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.runner import Candidate, Effort, LiveRunner
-from autotax.runner.fork_server import ForkServer
+from autotax.runner.local_runner import GroupLost
 from autotax.runner.measurement import TimeIsUp
-from autotax.runner.pool import GroupLost
-from autotax.runner.processes import Child
+from autotax.runner.processes import Child, ForkServer
 from autotax.spaces import space_for
 from tests.runner.small import CPU, GEMM, QUICK, measure
 
@@ -112,7 +111,7 @@ def test_a_rank_that_raises_is_not_waited_for_and_is_the_cause(runner: LiveRunne
     measure(runner, "bsp")
     started = time.monotonic()
     with monkeypatch.context() as patch:
-        patch.setattr("autotax.runner.pool.GRACE_S", 1.5)
+        patch.setattr("autotax.runner.local_runner.GRACE_S", 1.5)
         (waited,) = measure(runner, "raises_early")
     assert time.monotonic() - started < 2 * PATIENCE_S, "the deadline"
     message, _, told = (waited.error or "").partition("\nTraceback (most recent call last):\n")
@@ -176,7 +175,7 @@ def test_an_interrupted_job_leaves_no_answer_to_the_next(runner: LiveRunner, mon
 
     measure(runner, "bsp")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("autotax.runner.pool.wait", interrupted)
+        patch.setattr("autotax.runner.local_runner.wait", interrupted)
         measure(runner, "raises")
     (after,) = measure(runner, "bsp")
     assert after.status == "ok", after.error

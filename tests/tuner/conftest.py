@@ -9,7 +9,7 @@ import pytest
 
 from autotax.db import Store, shipped
 from autotax.operators.declaration import ONLY_OURS_VARIABLE
-from autotax.tuner import progress, study, tuning
+from autotax.tuner import progress, run_recorder, tuning
 from tests.tuner.synthetic import Clock
 
 
@@ -36,7 +36,7 @@ def studies_in_memory(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """Optuna's tables take most of the time of a run over a made-up landscape."""
     if "optunas_tables" not in request.fixturenames:
         kept = defaultdict[str, optuna.storages.InMemoryStorage](optuna.storages.InMemoryStorage)
-        monkeypatch.setattr(study, "_storage", lambda url: kept[url])
+        monkeypatch.setattr(run_recorder, "_storage", lambda url: kept[url])
 
 
 @pytest.fixture
