@@ -187,7 +187,7 @@ def test_a_peer_has_another_digest_with_another_torch(monkeypatch: pytest.Monkey
     assert before[0] != after[0] and before[1] == after[1]
 
 
-@pytest.mark.parametrize("number", [*range(0, 60, 10), *volume(*range(1, 60, 10))])
+@pytest.mark.parametrize("number", [*range(0, 60, 20), *volume(*range(10, 60, 20), *range(1, 60, 10))])
 def test_a_statement_more_in_a_function_changes_the_digests_of_its_users(number: int) -> None:
     functions = sorted({symbol for symbol in COVERED if is_function(symbol)})
     symbol = functions[number * len(functions) // 60]

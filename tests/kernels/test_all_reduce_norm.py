@@ -111,6 +111,7 @@ def ordinals(codes: Tensor) -> Tensor:
     return torch.where(bits < 128, bits, 128 - bits)
 
 
+@pytest.mark.sampled(by=lambda variant, way: {"variant": (variant, way.get("shots")), "words": way.get("words")})
 @pytest.mark.parametrize(("variant", "way"), WORDS + PUSH, ids=str)
 def test_every_output_is_right_bit_by_bit_whoever_is_late(ranks: Ranks, variant: str, way: dict[str, Value]) -> None:
     config = Config.of(variant, way)

@@ -70,7 +70,7 @@ def test_the_warps_compute_the_sum(tile: tuple[int, int], world: int, stages: in
     run(world, sizes, tile[1] + 8, tile, stages, interleaved=world == 3, with_addends=world != 2)
 
 
-@pytest.mark.parametrize("scales", ["row", "block", "tensor"])
+@pytest.mark.parametrize("scales", ["row", *volume("block", "tensor")])
 @pytest.mark.parametrize("tile", [(64, 128), *volume(((64, 256),), ((128, 128),))], ids=str)
 def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int]) -> None:
     """Two ranks, sizes that no tile divides, rows of padding; words of A and B are pairs of codes."""
