@@ -339,7 +339,7 @@ class FlashDecode(Module):
                 if more:
                     require_apart("out", out, **dict(zip(compress(MORE, self._brings), more, strict=True)))
                 increment_version((out,))
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:
             inputs = {"q": q, "k_shard": k, "v_shard": v, "kv_lens": lengths, "block_table": table, "out": out}
             q, k, v, lengths, table, out, starts, scales, sinks = resolved(
                 error, **inputs, kv_starts=starts, kv_scales=scales, sinks=sinks

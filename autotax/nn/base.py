@@ -16,6 +16,8 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
@@ -343,7 +345,8 @@ class Module(torch.nn.Module):
         Waits for the device. Afterwards the module is unusable, and calls raise MachineError.
         """
         operators = self._prepared.operators if self._prepared else []
-        return next((note for operator in operators if operator and (note := operator.failure())), None)
+        with _disable_current_modes():  # a call may be traced with tensors without values; these have some
+            return next((note for operator in operators if operator and (note := operator.failure())), None)
 
     # Copies.
 
@@ -362,7 +365,9 @@ class Module(torch.nn.Module):
         """A copy with the same group and its own tensors. Its first call, or `prepare`, is collective."""
         other = memo[id(self)] = type(self).__new__(type(self))
         kept = {name: vars(self)[name] for name in ("_group", "_db", "_like") if name in vars(self)}
-        state = {name: value for name, value in self.__getstate__().items() if name not in kept}
+        # A parametrized module refuses __getstate__, as files cannot hold its class; torch's own can be copied nevertheless.
+        whole = Module.__getstate__(self) if is_parametrized(self) else self.__getstate__()
+        state = {name: value for name, value in whole.items() if name not in kept}
         other.__setstate__(copy.deepcopy(state, memo) | kept)
         return other
 

@@ -388,7 +388,7 @@ class ParallelLinear(Module):
                 residual = aligned(residual)
                 if residual is original:
                     accepted[3].add(residual)
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:
             tensors = resolved(error, x=x, weight=weight, out=out, bias=bias, residual=residual)
             return self.run(*tensors)
         here = get_ident()
@@ -481,7 +481,11 @@ class ParallelLinear(Module):
 
     @property
     def gradient(self) -> Any:
-        """The layer for the backward of x, or this layer if that needs no other rank. Raises UsageError if it is not ready."""
+        """The layer for the backward of x, or this layer if that needs no other rank; None before `prepare_backward`."""
+        return self._gradient
+
+    def ready_gradient(self) -> Any:
+        """`gradient`. Raises UsageError if it is not ready."""
         if self._gradient is None:
             name = type(self).__name__
             raise UsageError(f"the backward of this {name} is not ready: call prepare_backward() on all ranks before")

@@ -258,7 +258,7 @@ class DecodeMerge(Module):
                 merged = lse.new_empty(*lse_shape)
             else:
                 merged = self._unwanted[:tokens]
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:
             rows = {"seq_lens": seq_lens, "query_start_loc": query_start_loc}
             return self.run(*resolved(error, o=o, lse=lse, out=out, merged_lse=merged, **rows), requested=requested)
         lse = lse if lse.dim() == 2 else lse.view(tokens, lse.shape[-1])

@@ -263,7 +263,7 @@ class AllReduceNorm(Module):
                 name: x.new_empty(form[0], dtype=form[1]) if results[name] is None else results[name]
                 for name, form in written.items()
             }
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:
             return self.run(*resolved(error, **read, **results), in_place=in_place)
         if brought:
             increment_version(tuple(result for _, result in brought))

@@ -286,8 +286,12 @@ def _range_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def recorded(*tensors: Tensor | None) -> bool:
-    """Whether torch would record a call with these tensors, while recording is on."""
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    """Whether torch would record a call with these tensors, while recording is on. Raises UsageError for what is no tensor."""
+    try:
+        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    except AttributeError:
+        others = [type(tensor).__name__ for tensor in tensors if tensor is not None and not hasattr(tensor, "requires_grad")]
+        raise UsageError(f"a call has an argument of type {', '.join(others)}; it must be a torch.Tensor: give one") from None
 
 
 def require_no_tangent(*tensors: Tensor | None) -> None:
@@ -299,7 +303,7 @@ def require_no_tangent(*tensors: Tensor | None) -> None:
             raise UsageError(NO_TANGENTS)
 
 
-def resolved(error: RuntimeError, **tensors: Tensor | None) -> list[Any]:
+def resolved(error: RuntimeError | AttributeError, **tensors: Tensor | None) -> list[Any]:
     """Resolves the input tensors of a call after torch reported that one has no memory or no shape.
 
     Raises UsageError for a tensor that cannot be resolved, and `error` if no tensor explains it.
