@@ -417,7 +417,9 @@ class FlashDecode(Module):
         Raises UsageError for a call that this rank refuses, and for lengths and page numbers beyond the cache.
         """
         q, k, v, lengths, table, entry = self._checked(q, k, v, lengths, table, out)
-        self._checked_more(entry[1], starts, scales, sinks)
+        more = self._checked_more(entry[1], starts, scales, sinks)
+        if out is not None:
+            require_apart("out", out, **dict(zip(compress(MORE, self._brings), more, strict=True)))
         room = k.shape[2] if table is None else table.shape[1] * k.shape[1]
         if starts is not None and bool(((starts < 0) | (starts > lengths)).any()):
             raise UsageError(

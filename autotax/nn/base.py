@@ -236,9 +236,12 @@ class Module(torch.nn.Module):
         if not self._ready or self._changed():
             self.prepare()
 
-    def _agreed(self, problems: Callable[[], list[P]], conditions: Conditions | None) -> tuple[list[P], Conditions]:
+    def _agreed(
+        self, problems: Callable[[], list[P]], conditions: Conditions | None, more: str = ""
+    ) -> tuple[list[P], Conditions]:
         """The problems to prepare for and the conditions of calls, after a check that all ranks have the same ones.
 
+        `more` describes options that the problems do not name, and that must be the same too.
         The module is bulk-synchronous until kernels are prepared. Collective.
         """
         on_gpu = self._device.type != "cpu"
@@ -253,7 +256,7 @@ class Module(torch.nn.Module):
             return prepared_for, deployed_as(conditions, on_gpu)
 
         prepared_for, deployed = all_or_none(self._world, here)
-        keys = ", ".join(problem.key for problem in prepared_for)
+        keys = ", ".join([*(problem.key for problem in prepared_for), *([more] if more else [])])
         how = f"deployed as {deployed.key}{', checked' * self._check}{f', proven for {self._prove}' if self._prove else ''}"
         require_alike(self._world, type(self).__name__, f"{keys}, {how}")
         self._choices = tuple(SizeChoice(problem, None) for problem in prepared_for)

@@ -20,7 +20,7 @@ from autotax.nn import custom_ops  # noqa: F401 - registers torch.ops.autotax.*
 from autotax.nn.base import NO_OUT, remember
 from autotax.nn.consensus import DTYPES
 from autotax.nn.fallback import all_gather, reduce_scatter
-from autotax.nn.tensor_checks import recorded, require_tensor, small
+from autotax.nn.tensor_checks import recorded, require_apart, require_no_tangent, require_tensor, small
 from autotax.nn.tuned import Tuned
 from autotax.operators.gather_attention import GatherAttention as Shape
 from autotax.spaces.gather_attention import LIBRARIES
@@ -125,13 +125,21 @@ class GatherAttention(Tuned):
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
         """The body of `forward`; for the operators of torch.ops."""
+        self._compare_calls(q, k, v, out)
         problem, inputs = self._problem_of(q, k, v)
         if self._world is None:
             return self._alone(problem, inputs, out)
-        return super().forward(*inputs, out=out, problem=problem)
+        return self._call(*self._calls.get(problem) or self._choose(problem), inputs, out)
+
+    def _compare_calls(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
+        """See Module._compare."""
+        self._ensure_ready()
+        if self._guards[2]:
+            self._compare(lambda: self._described(*self._problem_of(q, k, v), out))
 
     def run_recorded(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The output and its log-sum-exps, float32 [batch, q_heads, tokens], for a call that torch records."""
+        self._compare_calls(q, k, v, None)
         problem, inputs = self._problem_of(q, k, v)
         if self._world is None:
             from autotax.kernels.gather_attention.library import attend  # brings Triton
@@ -181,6 +189,7 @@ class GatherAttention(Tuned):
     def _problem_of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Shape, tuple[Tensor, Tensor, Tensor]]:
         """The problem of a call, and its tensors as kernels take them. Raises UsageError."""
         self._ensure_ready()
+        require_no_tangent(q, k, v)
         most, device = self._most, self._device
         q, k, v = (small(name, tensor, self._dtype, device) for name, tensor in (("q", q), ("k", k), ("v", v)))
         if q.dim() != 4:
@@ -204,6 +213,7 @@ class GatherAttention(Tuned):
         if out is None:
             return o
         require_tensor("out", out, tuple(o.shape), self._dtype, self._device)
+        require_apart("out", out, q=inputs[0], k=inputs[1], v=inputs[2])
         return out.copy_(o)
 
     @property

@@ -339,7 +339,9 @@ class RowParallelLinear(ParallelLinear):
             raise UsageError(NO_BACKWARD)
         first, norm = self._like[0] if self._like else self, self._norm[0]
         rows = math.prod(x.shape[:-1])
-        if rows and any(rows <= most for most in first._whole):
+        # One kernel adds no bias, and its norm is that of the layer that was prepared.
+        in_one = self.bias is None and norm is next(iter(first._norm), None)
+        if rows and in_one and any(rows <= most for most in first._whole):
             if is_compiling():
                 every = torch.ops.autotax.linear_all_reduce_normed(x, self.weight, norm_weight, first.handle, residual, scale)
                 return tuple(every)
@@ -369,11 +371,17 @@ class RowParallelLinear(ParallelLinear):
         """`normed` by one kernel, for a number of rows for which that is fastest."""
         norm = self._norm[0]
         _, index, check = self._guards
+
+        def usable(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...], dict[str, Tensor | None]]:
+            require_no_tangent(x, weight, norm_weight, residual)
+            x, weight, (_, shape, _) = self._checked(x, weight, None)
+            read = {"weight": norm_weight, "residual": residual, "scale": scale}
+            return x, weight, shape, norm.usable(torch.Size(shape), read)
+
         with on_device(index):
             if check:
-                self._compare(lambda: self._described(x, weight, None, None) + ", normed")
-            x, weight, (_, shape, _) = self._checked(x, weight, None)
-            tensors = norm.usable(torch.Size(shape), {"weight": norm_weight, "residual": residual, "scale": scale})
+                self._compare(lambda: self._described(x, weight, None, None) + ", normed" * bool(usable(x, weight)))
+            x, weight, shape, tensors = usable(x, weight)
             filled = {name: x.new_empty(size, dtype=dtype) for name, (size, dtype) in norm.forms(torch.Size(shape))[1].items()}
             a, *others = in_order(x=x, **tensors, **filled)
             kernel = next(kernel for most, kernel in self._whole.items() if len(a) <= most)

@@ -327,7 +327,7 @@ class ParallelLinear(Module):
             with on_device(index):
                 return self.run(x, weight, out, bias, residual)
         if check:
-            self._compare(partial(self._described, x, weight, out, bias))  # closure variables would slow every call down
+            self._compare(partial(self._described, x, weight, out, bias, residual))  # closure variables would slow every call down
         try:
             # One expression accepts almost every call. For the others `_checked` finds the fault, or adds a kind of tensors.
             entry = state["_known"].get(x.shape)
@@ -411,9 +411,16 @@ class ParallelLinear(Module):
         call(x, weight, out)
         out.add_(bias)  # type: ignore[arg-type]
 
-    def _described(self, x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None) -> str:
+    def _described(
+        self, x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None, residual: Tensor | None = None
+    ) -> str:
         """A description of the call, which must be the same on all ranks. Raises UsageError for what this rank refuses."""
-        x, *_ = self._checked(x, weight, out)
+        x, _, (_, shape, _) = self._checked(x, weight, out)
+        for name, added, form in (("bias", bias, shape[-1:]), ("residual", residual, shape)):
+            if added is not None:
+                usable = addend(name, added, form, x)
+                if out is not None:
+                    require_apart("out", out, **{name: usable})
         return f"x {x.dtype} {list(x.shape)}{' and a bias' * (bias is not None)}"
 
     def _checked(self, x: Tensor, weight: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Known]:

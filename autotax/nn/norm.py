@@ -113,12 +113,12 @@ class AllReduceNorm(Module):
         def problems_here() -> list[Shape]:
             if dtype not in DTYPES:
                 raise UsageError(f"dtype is {dtype}; allowed are {', '.join(map(str, DTYPES))}: give one of these")
-            if not 0 < self._eps < math.inf:
+            if not (isinstance(self._eps, int | float) and 0 < self._eps < math.inf):
                 raise UsageError(f"eps is {self._eps}; it must be a number above 0: give such a one")
             most = Shape(max_m, hidden, DTYPES[dtype], self.world_size, residual, quant, offset)
             return [replace(most, m=m) for m in sizes_up_to(most.m, 1, [most.m] if config else sizes)]
 
-        problems, deployed = self._agreed(problems_here, conditions)
+        problems, deployed = self._agreed(problems_here, conditions, f"eps={self._eps!r}")
         self._most, self._ordinal = problems[-1], ordinal_of(self._device)
         self._plain = PlainNorm(world, self._most, self._device)
         self._alone = self._plain.alone
@@ -252,9 +252,8 @@ class AllReduceNorm(Module):
                 read, entry = self._checked(read, results)
             call, _, written = entry
             brought = [(name, result) for name, result in results.items() if result is not None]
+            _require_known(brought, written)
             for name, result in brought:
-                if name not in written:
-                    raise UsageError(f"{name} is given; this module has no such result: leave it out")
                 if not _fits(result, written[name], self._ordinal):
                     require_tensor(name, result, *written[name], self._device)
             if brought and not in_place:
@@ -287,6 +286,7 @@ class AllReduceNorm(Module):
             return y, total, *scales
         if is_grad_enabled() and recorded(total, weight):
             self._record()
+        require_no_tangent(total, weight)
         self._ensure_ready()
         with on_device(self._index):
             forms, written = self.forms(total.shape)
@@ -330,7 +330,10 @@ class AllReduceNorm(Module):
 
     def _described(self, read: dict[str, Tensor | None], results: dict[str, Tensor | None]) -> str:
         """A description of the call, which must be the same on all ranks. Raises UsageError for what this rank refuses."""
-        x = self._checked(read, results)[0]["x"]
+        read, (_, _, written) = self._checked(read, results)
+        x, brought = read["x"], [(name, result) for name, result in results.items() if result is not None]
+        _require_known(brought, written)
+        _require_apart(read, brought)
         assert x is not None
         return f"x {x.dtype} {list(x.shape)}"
 
@@ -391,6 +394,12 @@ class AllReduceNorm(Module):
 def _fits(tensor: Tensor | None, form: Form | None, ordinal: int) -> bool:
     """Whether a tensor has a form and can be used as it is; no tensor has no form."""
     return form is None if tensor is None else form is not None and ready(tensor, *form, ordinal)
+
+
+def _require_known(brought: list[tuple[str, Tensor]], written: dict[str, Form]) -> None:
+    for name, _ in brought:
+        if name not in written:
+            raise UsageError(f"{name} is given; this module has no such result: leave it out")
 
 
 def _require_apart(read: dict[str, Tensor | None], written: list[tuple[str, Tensor]]) -> None:
