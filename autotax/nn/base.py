@@ -7,7 +7,7 @@ import copy
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -73,6 +73,8 @@ class Unknown(Enum):
 
 
 Group = dist.ProcessGroup | None | Unknown
+NOT_IN: Any = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None
+"""What torch returns instead of a new group where this rank is none of its ranks."""
 
 
 def module_of(handle: int) -> Any:
@@ -114,7 +116,8 @@ class Module(torch.nn.Module):
     handle: int
     """Names this module to torch.ops.autotax.*; ranks have equal handles only if they have made the same modules."""
     _ready: bool
-    _closed: bool
+    _closed: bool | str
+    """Whether no call may follow; a text says why if `close` is not the reason."""
     _choices: tuple[SizeChoice, ...]
     _world: World | None
     _calls_of_group: GroupCalls | None
@@ -129,6 +132,11 @@ class Module(torch.nn.Module):
 
     def __init__(self, group: dist.ProcessGroup | None, db: Any, check: bool | None, prove: bool | float = False) -> None:
         super().__init__()
+        if not (group is None or group is NOT_IN or isinstance(group, dist.ProcessGroup)):
+            raise UsageError(
+                f"group is of type {type(group).__name__}; it must be a torch.distributed.ProcessGroup, or None for all ranks: "
+                "give one, of a DeviceMesh its get_group()"
+            )
         self._prove = prove
         self._group: Group = group
         self._db = db
@@ -187,6 +195,11 @@ class Module(torch.nn.Module):
                 "call prepare(group) on all of them"
             )
         device = self._place()
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            raise UsageError(
+                f"this {type(self).__name__} is prepared under FakeTensorMode, whose tensors have no values: "
+                "make it on the meta device, or outside"
+            )
         if device.type == "meta":
             raise UsageError(
                 f"this {type(self).__name__} is on the meta device; it must have values: "
@@ -414,7 +427,8 @@ class Module(torch.nn.Module):
 
     def _require_open(self) -> None:
         if self._closed:
-            raise UsageError(f"this {type(self).__name__} was closed: make another")
+            why = self._closed if isinstance(self._closed, str) else "was closed"
+            raise UsageError(f"this {type(self).__name__} {why}: make another")
 
     def _warn(self, notes: list[str]) -> None:
         if notes:
@@ -426,7 +440,18 @@ class Module(torch.nn.Module):
 def _let_all_go() -> None:
     """Drops the groups of all modules that were not closed."""
     for module in list(_modules.values()):
-        module._let_go()
+        if not module._closed:
+            module._let_go()
+
+
+def _disown_all() -> None:
+    """Closes all modules in a forked child, which shares their memory and connections with its parent. It frees nothing."""
+    for module in list(_modules.values()):
+        calls, index, _ = module._guards
+        vars(module).update(_closed="belongs to the process that this one is a fork of", _guards=(calls, index, True))
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def require_current(device: torch.device) -> None:
@@ -462,11 +487,18 @@ def first_size(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 0
 
 
+def several(sizes: Any) -> tuple[Any, ...]:
+    """The sizes that were given. Raises UsageError for what is no list."""
+    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+        raise UsageError(f"sizes is {sizes!r}; it must be a list of whole numbers: give one, or none")
+    return tuple(sizes)
+
+
 def sizes_up_to(most: int, step: int, sizes: Any) -> list[int]:
     """Sizes to prepare for: step, 2 step, 4 step ... and `most`, or the given sizes and `most`."""
     if sizes is None:
         return sorted({step << i for i in range((most // step).bit_length())} | {most})
-    wrong = [size for size in sizes if type(size) is not int or not 1 <= size <= most or size % step]
+    wrong = [size for size in several(sizes) if type(size) is not int or not 1 <= size <= most or size % step]
     if wrong:
         raise UsageError(
             f"sizes has {', '.join(map(repr, wrong))}; a size must be a multiple of {step} from {step} to {most}: give others"

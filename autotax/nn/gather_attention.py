@@ -17,10 +17,10 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.nn import custom_ops  # noqa: F401 - registers torch.ops.autotax.*
-from autotax.nn.base import NO_OUT, remember
+from autotax.nn.base import NO_OUT, remember, several
 from autotax.nn.consensus import DTYPES
 from autotax.nn.fallback import all_gather, reduce_scatter
-from autotax.nn.tensor_checks import recorded, require_apart, require_no_tangent, require_tensor, small
+from autotax.nn.tensor_checks import recorded, require_apart, require_no_tangent, require_recordable, require_tensor, small
 from autotax.nn.tuned import Tuned
 from autotax.operators.gather_attention import GatherAttention as Shape
 from autotax.spaces.gather_attention import LIBRARIES
@@ -70,7 +70,7 @@ class GatherAttention(Tuned):
     ) -> None:
         self._dtype = dtype
         self._shape = max_batch, q_heads, kv_heads, head_dim, "causal" if causal else "none", layout
-        self._lengths = sorted({*(sizes or ()), max_seq_len})
+        self._lengths = (*several(sizes or ()), max_seq_len)
         super().__init__((), group, device=device, db=db, conditions=conditions, config=config, check=check, prove=prove)
 
     def _blank(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class GatherAttention(Tuned):
             raise UsageError(f"dtype is {self._dtype}; allowed are torch.bfloat16 and torch.float16: give one of these")
         batch, q_heads, kv_heads, dim, mask, layout = self._shape
         shape = batch, q_heads, kv_heads, dim
-        return [Shape(*shape, length, DTYPES[self._dtype], self.world_size, mask, layout) for length in self._lengths]
+        return [Shape(*shape, length, DTYPES[self._dtype], self.world_size, mask, layout) for length in dict.fromkeys(self._lengths)]
 
     def _make(self) -> None:
         if self._world is None:
@@ -114,6 +114,9 @@ class GatherAttention(Tuned):
         if is_grad_enabled() and recorded(q, k, v, out):
             if out is not None:
                 raise UsageError(NO_OUT)
+            if not is_compiling():
+                require_recordable(q=q, k=k, v=v)
+                require_no_tangent(q, k, v)
             result, _ = torch.ops.autotax.gather_attention_recorded(q, k, v, self.handle)
             return result
         if not is_compiling():

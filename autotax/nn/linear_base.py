@@ -108,17 +108,21 @@ class ParallelLinear(Module):
         self._hold("bias", bias)
         self._asked = (max_m, conditions, config, backward_config, sizes)
         if like:
-            self._share(like)
+            self._share(like, batch_invariant)
         elif not weight.is_meta:
             self.prepare()
 
     def _hold(self, name: str, tensor: Tensor | None) -> None:
+        if not (tensor is None and name == "bias" or isinstance(tensor, Tensor)):
+            raise UsageError(f"{name} is of type {type(tensor).__name__}; it must be a torch.Tensor: give one")
         if tensor is None or isinstance(tensor, torch.nn.Parameter):
             self.register_parameter(name, tensor)
         else:
             self.register_buffer(name, tensor)
 
-    def _share(self, like: ParallelLinear) -> None:
+    def _share(self, like: ParallelLinear, requested: bool | None) -> None:
+        if not isinstance(like, ParallelLinear):
+            raise UsageError(f"like is of type {type(like).__name__}; it must be another parallel linear layer: give one, or none")
         theirs = like.weight
         if self.weight.is_meta or theirs.is_meta:
             if self.weight.shape != theirs.shape or self.weight.dtype is not theirs.dtype:
@@ -126,6 +130,9 @@ class ParallelLinear(Module):
         else:
             require_tensor("weight", plain("weight", self.weight), tuple(theirs.shape), theirs.dtype, theirs.device)
         self._like = like._like or (like,)
+        if requested and not self._like[0]._invariant:
+            raise UsageError("batch_invariant is set, and `like` is a layer without it: make that one with it too")
+        self._invariant = self._like[0]._invariant
         self.handle = self._like[0].handle
 
     @property
@@ -482,7 +489,8 @@ class ParallelLinear(Module):
             turned = LAYOUTS[1 - LAYOUTS.index(self._layout)]
             options = {"db": self._db, "conditions": conditions, "config": config, "sizes": sizes}
             options |= {"check": self._check, "prove": self._prove}
-            self._gradient = self._other(weight, group=self._group, max_m=max_m, layout=turned, **options) or self
+            # Not by an attribute's assignment: torch would register it as a submodule, and state_dict() would hold it.
+            vars(self)["_gradient"] = self._other(weight, group=self._group, max_m=max_m, layout=turned, **options) or self
             if self._gradient is not self:  # from now on only the shape and type of its weight are read
                 self._gradient._buffers["weight"] = weight.new_empty(1).expand(weight.shape)
 

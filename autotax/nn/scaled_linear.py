@@ -256,7 +256,7 @@ class ScaledLinear(Module):
         of_a: tuple[Tensor, ...] = ()
         if self.quantize is None:
             x = x.to(CODES)
-            scales = torch.ones(scales_shape(self.layout, rows, k, weight=False), device=self._device)
+            scales = torch.ones(scales_shape(self.layout, rows, k, weight=False), dtype=torch.float32, device=self._device)
             of_a = (laid_out(scales, self.layout, weight=False),)
         elif self.quantize == "static":
             assert self.input_scale is not None
@@ -434,8 +434,9 @@ class ScaledLinear(Module):
         if self._wide is None and self.backward_weight is not None:
             max_m, conditions, _, sizes = self._asked
             options = {"db": self._db, "conditions": conditions, "sizes": sizes}
-            self._wide = self._wide_class(self.backward_weight.detach(), self._group, max_m, **options)
-            self._wide.prepare_backward()
+            wide = self._wide_class(self.backward_weight.detach(), self._group, max_m, **options)
+            wide.prepare_backward()
+            vars(self)["_wide"] = wide  # torch would register an assigned attribute as a submodule
 
     def _release(self) -> None:
         inner, self._wide = self._wide, None

@@ -137,6 +137,8 @@ def require_recordable(**tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and not _awaitable(tensor):
             require_values(name, tensor)
+            if tensor.is_meta:  # torch would run the operator without values, and return memory as it was
+                raise UsageError(f"{name} is on the meta device; kernels need values: give a tensor on the module's device")
 
 
 def _a(noun: str) -> str:
