@@ -145,7 +145,7 @@ class GatherAttention(Tuned):
         self._compare_calls(q, k, v, None)
         problem, inputs = self._problem_of(q, k, v)
         if self._world is None:
-            from autotax.kernels.gather_attention.library import attend  # brings Triton
+            from autotax.kernels.gather_attention.vendor import attend  # brings Triton
 
             o, lse = attend(self._library, *inputs, causal=problem.mask == "causal")
             return o, lse.contiguous()
@@ -210,7 +210,7 @@ class GatherAttention(Tuned):
 
     def _alone(self, problem: Shape, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor | None) -> Tensor:
         """The output where there is one rank."""
-        from autotax.kernels.gather_attention.library import attend  # brings Triton
+        from autotax.kernels.gather_attention.vendor import attend  # brings Triton
 
         o, _ = attend(self._library, *inputs, causal=problem.mask == "causal")
         if out is None:

@@ -209,13 +209,13 @@ def _uncut(problem: AllGatherGemm, config: Config) -> bool:
 # `leaves` keep no copy that is safe to read.
 operator.variant("bsp", f"{_KERNELS}.bsp:bsp", f"{_SPACES}:bsp", role="baseline", leaves="whole")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed", leaves="inboxes")
-operator.variant("scaled_decomposed", f"{_KERNELS}.scaled_decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
-operator.variant("scaled_packets", f"{_KERNELS}.scaled_packets:ScaledPackets", f"{_SPACES}:scaled_packets")
+operator.variant("scaled_decomposed", f"{_KERNELS}.decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
+operator.variant("scaled_packets", f"{_KERNELS}.push_packets:ScaledPackets", f"{_SPACES}:scaled_packets")
 operator.variant(
     "scaled_specialized", f"{_KERNELS}.scaled_specialized:ScaledSpecialized", f"{_SPACES}:scaled_specialized", leaves="inbox"
 )
 operator.variant(
-    "scaled_push_words", f"{_KERNELS}.scaled_push_words:ScaledPushWords", f"{_SPACES}:scaled_push_words", leaves="landing"
+    "scaled_push_words", f"{_KERNELS}.scaled_specialized:ScaledPushWords", f"{_SPACES}:scaled_push_words", leaves="landing"
 )
 operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}:copy_engine", invariant=_uncut)
 operator.variant("pull", f"{_KERNELS}.pull:Pull", f"{_SPACES}:pull", role="ladder")
@@ -227,7 +227,7 @@ operator.variant("push_words", f"{_KERNELS}.push_words:PushWords", f"{_SPACES}:p
 operator.variant("push_packets", f"{_KERNELS}.push_packets:PushPackets", f"{_SPACES}:push_packets", leaves="whole")
 operator.variant(
     "push_two_kernel",
-    f"{_KERNELS}.push_two_kernel:PushTwoKernel",
+    f"{_KERNELS}.push:PushTwoKernel",
     f"{_SPACES}:push_two_kernel",
     role="ladder",
     leaves="inbox",

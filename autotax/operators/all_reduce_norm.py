@@ -224,11 +224,11 @@ def bound(problem: AllReduceNorm, hardware: Hardware, _: Rates) -> dict[str, flo
 
 _KERNELS, _SPACES = "autotax.kernels.all_reduce_norm", "autotax.spaces.all_reduce_norm"
 
-operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", f"{_SPACES}:bsp", role="baseline")
-operator.variant("one_shot", f"{_KERNELS}.one_shot:OneShot", f"{_SPACES}:one_shot")
-operator.variant("two_shot", f"{_KERNELS}.two_shot:TwoShot", f"{_SPACES}:two_shot")
+operator.variant("bsp", f"{_KERNELS}.norm:Bsp", f"{_SPACES}:bsp", role="baseline")
+operator.variant("one_shot", f"{_KERNELS}.shots:OneShot", f"{_SPACES}:one_shot")
+operator.variant("two_shot", f"{_KERNELS}.shots:TwoShot", f"{_SPACES}:two_shot")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
-operator.variant("fused", f"{_KERNELS}.fused:Fused", f"{_SPACES}:fused")
+operator.variant("fused", f"{_KERNELS}.shots:Fused", f"{_SPACES}:fused")
 
 
 def _with_torch(problem: AllReduceNorm, hardware: Hardware) -> bool:
@@ -261,8 +261,8 @@ _OTHERS = {
     ),
 }
 operator.peer("flashinfer", f"{_KERNELS}.peers:FlashInfer", where=_OTHERS["flashinfer"])
-operator.peer("vllm", f"{_KERNELS}.engines:VllmSum", where=_OTHERS["vllm"])
-operator.peer("sglang", f"{_KERNELS}.engines:SglangPush", where=_OTHERS["sglang"])
+operator.peer("vllm", f"{_KERNELS}.peers:VllmSum", where=_OTHERS["vllm"])
+operator.peer("sglang", f"{_KERNELS}.peers:SglangPush", where=_OTHERS["sglang"])
 operator.peer("torch_one_shot", f"{_KERNELS}.peers:TorchOneShot", where=_with_torch, served=True)
 operator.peer("torch_two_shot", f"{_KERNELS}.peers:TorchTwoShot", where=_with_torch, served=True)
 operator.peer(

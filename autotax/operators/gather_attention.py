@@ -228,10 +228,10 @@ def bound(problem: GatherAttention, hardware: Hardware, _: Rates) -> dict[str, f
 
 _KERNELS, _SPACES = "autotax.kernels.gather_attention", "autotax.spaces.gather_attention"
 
-operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", f"{_SPACES}:bsp", role="baseline")
-operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed")
-operator.variant("heads", f"{_KERNELS}.heads:Heads", f"{_SPACES}:heads")
-operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}:copy_engine")
+operator.variant("bsp", f"{_KERNELS}.vendor:Bsp", f"{_SPACES}:bsp", role="baseline")
+operator.variant("decomposed", f"{_KERNELS}.vendor:Decomposed", f"{_SPACES}:decomposed")
+operator.variant("heads", f"{_KERNELS}.vendor:Heads", f"{_SPACES}:heads")
+operator.variant("copy_engine", f"{_KERNELS}.push_specialized:CopyEngine", f"{_SPACES}:copy_engine")
 operator.variant("push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
 
