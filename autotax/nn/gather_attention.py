@@ -82,7 +82,8 @@ class GatherAttention(Tuned):
             raise UsageError(f"dtype is {self._dtype}; allowed are torch.bfloat16 and torch.float16: give one of these")
         batch, q_heads, kv_heads, dim, mask, layout = self._shape
         shape = batch, q_heads, kv_heads, dim
-        return [Shape(*shape, length, DTYPES[self._dtype], self.world_size, mask, layout) for length in dict.fromkeys(self._lengths)]
+        lengths = dict.fromkeys(self._lengths)
+        return [Shape(*shape, length, DTYPES[self._dtype], self.world_size, mask, layout) for length in lengths]
 
     def _make(self) -> None:
         if self._world is None:

@@ -113,7 +113,7 @@ class ParallelLinear(Module):
             self.prepare()
 
     def _hold(self, name: str, tensor: Tensor | None) -> None:
-        if not (tensor is None and name == "bias" or isinstance(tensor, Tensor)):
+        if not (isinstance(tensor, Tensor) or (tensor is None and name == "bias")):
             raise UsageError(f"{name} is of type {type(tensor).__name__}; it must be a torch.Tensor: give one")
         if tensor is None or isinstance(tensor, torch.nn.Parameter):
             self.register_parameter(name, tensor)
@@ -122,7 +122,7 @@ class ParallelLinear(Module):
 
     def _share(self, like: ParallelLinear, requested: bool | None) -> None:
         if not isinstance(like, ParallelLinear):
-            raise UsageError(f"like is of type {type(like).__name__}; it must be another parallel linear layer: give one, or none")
+            raise UsageError(f"like is of type {type(like).__name__}; it must be another parallel linear layer: give one")
         theirs = like.weight
         if self.weight.is_meta or theirs.is_meta:
             if self.weight.shape != theirs.shape or self.weight.dtype is not theirs.dtype:
@@ -334,7 +334,8 @@ class ParallelLinear(Module):
             with on_device(index):
                 return self.run(x, weight, out, bias, residual)
         if check:
-            self._compare(partial(self._described, x, weight, out, bias, residual))  # closure variables would slow every call down
+            # Not a lambda: closure variables would slow every call down.
+            self._compare(partial(self._described, x, weight, out, bias, residual))
         try:
             # One expression accepts almost every call. For the others `_checked` finds the fault, or adds a kind of tensors.
             entry = state["_known"].get(x.shape)
@@ -489,10 +490,11 @@ class ParallelLinear(Module):
             turned = LAYOUTS[1 - LAYOUTS.index(self._layout)]
             options = {"db": self._db, "conditions": conditions, "config": config, "sizes": sizes}
             options |= {"check": self._check, "prove": self._prove}
+            inner = self._other(weight, group=self._group, max_m=max_m, layout=turned, **options) or self
+            if inner is not self:  # from now on only the shape and type of its weight are read
+                inner._buffers["weight"] = weight.new_empty(1).expand(weight.shape)
             # Not by an attribute's assignment: torch would register it as a submodule, and state_dict() would hold it.
-            vars(self)["_gradient"] = self._other(weight, group=self._group, max_m=max_m, layout=turned, **options) or self
-            if self._gradient is not self:  # from now on only the shape and type of its weight are read
-                self._gradient._buffers["weight"] = weight.new_empty(1).expand(weight.shape)
+            vars(self)["_gradient"] = inner
 
     @property
     def gradient(self) -> Any:

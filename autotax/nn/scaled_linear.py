@@ -423,9 +423,9 @@ class ScaledLinear(Module):
         if self.kind == "all_gather":
             if residual is not None:
                 raise UsageError("residual is given to an all-gather layer, which takes none: add it to the result")
-            y: Tensor = _Recorded.apply(x, self.backward_weight, None, None, self)
-            return y if self.bias is None else y + self.bias
-        y = _Recorded.apply(x, self.backward_weight, self.bias, residual, self)
+            product: Tensor = _Recorded.apply(x, self.backward_weight, None, None, self)
+            return product if self.bias is None else product + self.bias
+        y: Tensor = _Recorded.apply(x, self.backward_weight, self.bias, residual, self)
         return y
 
     def prepare_backward(self) -> None:
