@@ -24,18 +24,17 @@ from autotax import runner as runners
 from autotax import tuner
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config, Value
-from autotax.core.frames import frame
 from autotax.core.problem import Problem
 from autotax.core.settings import as_deployed
 from autotax.db import Store, TrialRecord, shipped
 from autotax.db.lookup import lookup, reload
-from autotax.db.records import Place
-from autotax.db.staleness import Stale, stale_winners
+from autotax.db.records import Place, Stale, stale_winners
 from autotax.hardware import Hardware, check_memory, check_world_size
 from autotax.software import Environment, environment
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, Listener, Progress, Settings, Silence, Verdict
 from autotax.tuner.comparison import Choice, baseline_for, best_of, shown_variants, trials_here
+from autotax.tuner.progress import frame
 from autotax.tuner.tuning import TimeLimit
 
 if TYPE_CHECKING:
@@ -355,7 +354,7 @@ def tune_callable(
 def ranks(hardware: Hardware, world_size: int, seed: int = 0) -> Iterator[runners.LiveRunner]:
     """Ranks that start when first used and are gone at the end. Raises MachineError if they do not start."""
     from autotax.core.errors import MachineError
-    from autotax.runner.pool import GroupLost
+    from autotax.runner.local_runner import GroupLost
 
     runner = runners.LiveRunner(hardware, world_size, seed=seed)
     try:

@@ -20,11 +20,11 @@ import msgspec
 from autotax import cells
 from autotax.core.config import Config, Value
 from autotax.core.errors import UsageError
+from autotax.core.files import Integer, Name, from_json
 from autotax.core.problem import Problem, dtype, ranks
-from autotax.core.validation import Integer, Name, from_json
 from autotax.operators import registry
 from autotax.operators.declaration import Operator
-from autotax.operators.loading import ONE_OFF, declared
+from autotax.operators.registry import ONE_OFF, declared
 
 if TYPE_CHECKING:
     from torch import Tensor

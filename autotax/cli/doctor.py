@@ -188,7 +188,7 @@ def _symmetric_memory() -> Check:
 
 
 def _iris() -> Check:
-    from autotax.heap.iris import INSTALL
+    from autotax.heap.base import INSTALL
 
     try:
         module = importlib.import_module("iris")

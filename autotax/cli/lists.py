@@ -63,8 +63,7 @@ class TrialOptions(ListOptions):
 def winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions) -> int:
     """List the winners in the database, one line each, and whether each holds here."""
     _one_form(form, where)
-    from autotax.db.records import Place
-    from autotax.db.staleness import differences, same_devices
+    from autotax.db.records import Place, differences, same_devices
     from autotax.db.url import shown
     from autotax.hardware import detect
     from autotax.report import documents, tables

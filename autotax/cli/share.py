@@ -59,7 +59,7 @@ class ImportOptions:
 
 def export(to: ExportOptions, where: MachineOptions) -> int:
     """Write winners to a JSON file, with where, when, by whom and with which software each was tuned."""
-    from autotax.db.file_format import write
+    from autotax.db.formats import write
     from autotax.db.url import shown
     from autotax.report import documents, tables
 
@@ -76,7 +76,7 @@ def export(to: ExportOptions, where: MachineOptions) -> int:
 
 def import_(source: ImportOptions, where: MachineOptions) -> int:
     """Merge the winners of an exported file into the database. On conflict the better proven winner stays."""
-    from autotax.db.file_format import read
+    from autotax.db.formats import read
     from autotax.report import documents, tables
 
     backends = where.backends()

@@ -156,7 +156,7 @@ def agreed(ranges: Ranges, name: str, world: World) -> Ranges:
 
     Collective: every rank asks for the same layers in the same order.
     """
-    from autotax.heap.collective_errors import by_rank
+    from autotax.heap.world import by_rank
 
     everybody = world.gather(ranges, Ranges)
     if all(others == ranges for others in everybody):

@@ -19,8 +19,7 @@ import msgspec
 from platformdirs import user_cache_path
 
 from autotax.core.errors import UsageError
-from autotax.core.files import write_whole
-from autotax.core.validation import Malformed, from_json, read_bytes
+from autotax.core.files import Malformed, from_json, read_bytes, write_whole
 
 EVERY_S = 5.0
 QUIET_S = 300.0

@@ -155,9 +155,7 @@ class GatherAttention(Tuned):
         o = self._call(kernel, like, inputs, None)
         return o, kernel.lse.clone(memory_format=torch.contiguous_format)
 
-    def gradients(
-        self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v. K and V are gathered again, and their gradients of all ranks are added up."""
         problem, (q, k, v) = self._problem_of(q, k, v)
         d_o, world, rank = d_o.contiguous(), self._world, self._world.rank if self._world else 0
@@ -225,10 +223,6 @@ class GatherAttention(Tuned):
         """Whose attention the backward uses."""
         on_amd = torch.version.hip is not None
         return str(LIBRARIES["cpu" if self._device.type == "cpu" else "rocm" if on_amd else "cuda"][0])
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._recorders.clear()
 
 
 def _backward(

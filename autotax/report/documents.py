@@ -15,14 +15,14 @@ from autotax.core.problem import Problem
 from autotax.operators import registry
 from autotax.report.taxes import bound_of, bsp_us, known_us, taxes, tuned_us, won_back
 from autotax.runner.measurement import Measurement
-from autotax.tuner.statistics import median_interval
+from autotax.tuner.finalists import median_interval
 
 if TYPE_CHECKING:
     from autotax.api import Refreshed
     from autotax.db import TrialRecord, WinnerRecord
     from autotax.db.lookup import Answer
-    from autotax.db.merge import MergeOutcome
     from autotax.db.records import Entry
+    from autotax.db.store import MergeOutcome
     from autotax.runner.precompile import Surveyed
     from autotax.runner.trace import Timeline
     from autotax.tuner import Comparison, Row, Standing, Verdict

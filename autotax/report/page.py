@@ -17,8 +17,7 @@ from markupsafe import Markup, escape
 from autotax.core.conditions import Conditions
 from autotax.core.errors import summary
 from autotax.core.problem import Problem
-from autotax.db.records import TrialRecord, WinnerRecord
-from autotax.db.staleness import same_kernel
+from autotax.db.records import TrialRecord, WinnerRecord, same_kernel
 from autotax.hardware import Hardware
 from autotax.report import charts, formatting
 from autotax.report.formatting import (

@@ -11,8 +11,8 @@ from autotax.report import charts
 from autotax.report.charts import Ratio
 from autotax.report.tables import outcome, scatter_of, title
 from autotax.tuner.comparison import Comparison
+from autotax.tuner.finalists import speedup
 from autotax.tuner.progress import Verdict
-from autotax.tuner.statistics import speedup
 
 
 @dataclass(frozen=True, repr=False)

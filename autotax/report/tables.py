@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotax.core.problem import Problem
-from autotax.db.staleness import same_kernel
+from autotax.db.records import same_kernel
 from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.report import documents
@@ -42,16 +42,16 @@ from autotax.report.formatting import (
     won,
 )
 from autotax.tuner.comparison import TUNED
+from autotax.tuner.finalists import median_interval
 from autotax.tuner.progress import Verdict
 from autotax.tuner.run_recorder import FINALISTS
-from autotax.tuner.statistics import median_interval
 
 if TYPE_CHECKING:
     from autotax.api import Refreshed
     from autotax.db import RunRecord, TrialRecord, WinnerRecord
     from autotax.db.lookup import Answer
-    from autotax.db.merge import MergeOutcome
     from autotax.db.records import Entry
+    from autotax.db.store import MergeOutcome
     from autotax.runner.measurement import Measurement
     from autotax.runner.precompile import Surveyed
     from autotax.runner.trace import Timeline

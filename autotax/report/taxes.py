@@ -15,9 +15,10 @@ import msgspec
 
 from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError
-from autotax.core.validation import ConfigShape, Malformed, Name, Positive, Sample, converted, from_json, problem_of, read_bytes
-from autotax.db.file_format import ConditionsShape, HardwareShape
+from autotax.core.files import ConfigShape, Malformed, Name, Positive, Sample, converted, from_json, read_bytes
+from autotax.db.formats import ConditionsShape, HardwareShape
 from autotax.operators import Operator, registry
+from autotax.operators.problem_files import problem_of
 from autotax.tuner.comparison import TUNED, Comparison
 
 Document = dict[str, Any]

@@ -26,9 +26,8 @@ from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.offline import fix_cache_keys
 from autotax.operators import Operator, loaded, named, problem_from_dict, with_world_size
-from autotax.operators.calls import make_inputs, reference
 from autotax.operators.inputs import Call
-from autotax.operators.verification import relative_error
+from autotax.operators.verification import make_inputs, reference, relative_error
 from autotax.runner.rank_worker import open_context
 from autotax.spaces import space_for
 

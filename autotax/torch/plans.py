@@ -21,12 +21,11 @@ from autotax.core.problem import Problem
 from autotax.db.index import bucket, representative
 from autotax.db.lookup import lookup, peek
 from autotax.hardware import Hardware, detect
-from autotax.heap.collective_errors import by_rank
-from autotax.heap.world import World
+from autotax.heap.world import World, by_rank
 from autotax.nn.consensus import configs_for, invariant_config
 from autotax.nn.groups import GroupCalls, capturing
 from autotax.nn.tuned import Tuned
-from autotax.operators.calls import make_inputs
+from autotax.operators.verification import make_inputs
 from autotax.torch.calls import NotTaken
 from autotax.torch.status import TORCH, CallCount, count_of
 

@@ -53,7 +53,7 @@ from autotax.spaces import space_for
 from autotax.torch import plans, scaled, symm_mem
 from autotax.torch.calls import GATHER, SCATTER
 from autotax.torch.registration import OPERATORS
-from autotax.tuner.statistics import speedup
+from autotax.tuner.finalists import speedup
 
 NCCL, TORCH, OURS = EDITIONS = ("NCCL", "torch async TP", "autotax")
 MODULES = "autotax.nn"

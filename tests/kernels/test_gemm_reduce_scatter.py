@@ -14,9 +14,8 @@ from autotax.core.config import Config, Value
 from autotax.hardware import detect
 from autotax.heap.world import World
 from autotax.operators import registry
-from autotax.operators.calls import Calls, make_inputs
 from autotax.operators.problems import GemmReduceScatter
-from autotax.operators.verification import TOLERANCE, relative_error
+from autotax.operators.verification import TOLERANCE, Calls, make_inputs, relative_error
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance

@@ -93,7 +93,7 @@ def stored(world: World, kind: str, db: str, variant: str) -> None:
 
 def any_operator(world: World, problem: Problem, variant: str) -> None:
     """The same calls through Tuned."""
-    from autotax.operators.calls import make_inputs
+    from autotax.operators.verification import make_inputs
 
     config = space_for(problem, detect("cpu")).default(variant)
     module = Tuned(problem, device="cpu", config=config)
