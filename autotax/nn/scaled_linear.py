@@ -487,7 +487,7 @@ def made_for(wide_class: Any, kind: str, arguments: tuple[Any, ...], options: di
     weight = arguments[0] if arguments else options.pop("weight", None)
     first = weight[0] if isinstance(weight, list | tuple) and weight else weight
     coded = isinstance(first, Tensor) and first.dtype is CODES
-    if "__new__" not in vars(wide_class):  # a class of the user, whose forward a ScaledLinear would not run
+    if "KIND" not in vars(wide_class):  # a class of the user, whose forward a ScaledLinear would not run
         if coded:
             raise UsageError(
                 f"{wide_class.__name__} is a class derived from the layer's, and weight is {CODES}, for which the layer is a "
