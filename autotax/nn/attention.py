@@ -53,10 +53,12 @@ from autotax.operators.inputs import EIGHT_BITS
 Call = Callable[..., Any]
 MORE = "kv_starts", "kv_scales", "sinks"
 Known = tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...], list[Callable[..., bool]], bool]
-"""The call for shapes of q, the cache and the block table, and the shapes of kv_lens and of the result. For the checks of a call:
-the bytes of q, K, kv_lens and the block table, and the negative ones of the result. Then tests for the latest tensors that passed
-all checks, and for the latest of another kind (see Accepted). Each is for eager calls without and with `out`, and for calls of
-torch.ops without and with it. The last says whether calls bring any of MORE.
+"""The call for shapes of q, the cache and the block table, the shapes of kv_lens and of the result, and for the checks of a call:
+
+- the bytes of q, K, kv_lens and the block table, and the negative ones of the result;
+- tests for the latest tensors that passed all checks, and for the latest of another kind (see Accepted): each of eager calls
+  without and with `out`, and of calls of torch.ops without and with it;
+- whether calls bring any of MORE.
 """
 NO_CALL: Known = nothing, (), (), (0,) * 5, [never] * 8, False
 

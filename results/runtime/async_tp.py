@@ -51,8 +51,8 @@ from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.software import environment
 from autotax.spaces import space_for
 from autotax.torch import plans, scaled, symm_mem
-from autotax.torch.calls import GATHER, SCATTER
 from autotax.torch.registration import OPERATORS
+from autotax.torch.symm_mem import GATHER, SCATTER
 from autotax.tuner.finalists import speedup
 
 NCCL, TORCH, OURS = EDITIONS = ("NCCL", "torch async TP", "autotax")

@@ -24,7 +24,7 @@ from autotax.kernels.context import Context
 from autotax.operators.inputs import Call
 from autotax.operators.problems import AllGatherGemm
 from autotax.operators.verification import make_inputs, reference, relative_error
-from autotax.testing.operators import differing
+from tests.conformance.calls import differing
 
 HEAP_BYTES = 256 << 20
 POLLS = 100_000

@@ -18,7 +18,7 @@ from autotax.operators.verification import TOLERANCE, make_inputs
 from autotax.runner.precompile import CompileAhead
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 from tests.spaces.drawing import ways_to_exchange
 
 pytestmark = pytest.mark.gpu

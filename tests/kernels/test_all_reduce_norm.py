@@ -36,7 +36,7 @@ from autotax.operators.problems import AllReduceNorm
 from autotax.operators.verification import TOLERANCE, Calls, make_inputs
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 from tests.engines import stand_ins
 from tests.torch.winners import database
 from tests.volume import volume

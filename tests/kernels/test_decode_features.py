@@ -24,7 +24,7 @@ from autotax.operators.registry import of
 from autotax.operators.verification import TOLERANCE, Calls, Expected, make_inputs, relative_error
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 
 WORLD = 3
 CALLS = 3

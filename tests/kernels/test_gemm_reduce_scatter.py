@@ -18,7 +18,7 @@ from autotax.operators.problems import GemmReduceScatter
 from autotax.operators.verification import TOLERANCE, Calls, make_inputs, relative_error
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 
 WORLD = 3
 SCATTERED = GemmReduceScatter(40, 70, 300, "bf16", "scattered", WORLD)

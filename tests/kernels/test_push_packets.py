@@ -22,7 +22,7 @@ from autotax.operators.problems import AllGatherGemm
 from autotax.operators.verification import TOLERANCE, make_inputs, reference, relative_error
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 
 WORLD = 3
 SHARDED: dict[str, AllGatherGemm] = {

@@ -19,7 +19,7 @@ from autotax.core.errors import UsageError
 from autotax.hardware import detect
 from autotax.heap import World
 from autotax.kernels import scaled_product
-from autotax.kernels.deep_gemm import DeepGemm
+from autotax.kernels.libraries import DeepGemm
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.operators import registry, scaled
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
@@ -27,7 +27,7 @@ from autotax.operators.scaled import SCALES_OF, laid_out, quantised, scales_of
 from autotax.operators.verification import TOLERANCE, make_inputs
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 from tests.volume import volume
 
 WORLD, CALLS = 3, 3

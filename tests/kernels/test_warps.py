@@ -9,8 +9,7 @@ import torch
 from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.roles import tile_at
 from autotax.kernels.all_gather_gemm.scaled_specialized import multiply_scaled
-from autotax.kernels.gemm_reduce_scatter.scaled_specialized import scatter_scaled
-from autotax.kernels.gemm_reduce_scatter.warps import scatter_tiles
+from autotax.kernels.gemm_reduce_scatter.push_specialized import scatter_scaled, scatter_tiles
 from autotax.operators.scaled import dequantised, laid_out, scales_shape
 from tests.models import warps
 from tests.models.warps import Pointer, View, plain, programs_of, together

@@ -18,7 +18,7 @@ from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge
 from autotax.operators.verification import TOLERANCE, relative_error
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.torch.calls import ready
+from autotax.torch.symm_mem import ready
 from tests.nn.checks import DIM, HEADS, HIDDEN, KV_HEADS, K, N, normal
 from tests.nn.conformance import (
     MOST,
