@@ -1,7 +1,7 @@
 """Digests of the machine code of shipped winners under the Triton at hand, and a table of those that several Tritons share:
 
-    PYTHONPATH=. python results/versions/machine_code.py > triton-$VERSION.txt        # each config of each file once
-    PYTHONPATH=. python results/versions/machine_code.py 37 > triton-$VERSION.txt     # every 37th of them
+    PYTHONPATH=. python results/versions/machine_code.py 1 > triton-$VERSION.txt      # each config of each file once
+    PYTHONPATH=. python results/versions/machine_code.py 5 > triton-$VERSION.txt      # every fifth of them
     python results/versions/machine_code.py triton-*.txt                              # the table; the first file is the yardstick
 
 One line a winner: file, problem, variant, number of the config. Behind it one line a kernel: its name and the digest of its
@@ -61,20 +61,22 @@ def configs_of(file: Path) -> list[WinnerRecord]:
 def compile_every(step: int) -> None:
     """Compiles each `step`-th config of the shipped files."""
     print(f"# Triton {triton_version()}")
-    chosen = [(file.stem, number, winner) for file in sorted(FOLDER.glob("*.json")) for number, winner in enumerate(configs_of(file))]
+    files = sorted(FOLDER.glob("*.json"))
+    chosen = [(file, number, winner) for file in files for number, winner in enumerate(configs_of(file))]
     for file, number, winner in chosen[::step]:
-        print(f"{file} {winner.problem.key} {winner.config.variant} {number}", flush=True)
+        print(f"{file.stem} {winner.problem.key} {winner.config.variant} {number}", flush=True)
         compile_offline(winner.problem, winner.config, winner.place.hardware, Digesting)
 
 
 def kernels_of(path: Path) -> dict[str, list[str]]:
-    """The lines of the kernels of each winner in an output of `compile_every`. Winners that launch no kernel of ours are left out."""
+    """The lines of the kernels of each winner in an output of `compile_every`, without winners that launch no kernel of ours."""
     found: dict[str, list[str]] = {}
+    kernels: list[str] = []
     for line in path.read_text().splitlines()[1:]:
         if line.startswith("  "):
-            found[winner].append(line)
+            kernels.append(line)
         else:
-            found[winner := line] = []
+            found[line] = kernels = []
     return {winner: lines for winner, lines in found.items() if lines}
 
 
@@ -94,7 +96,7 @@ def compare(paths: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] and not sys.argv[1].isdigit():
-        compare([Path(name) for name in sys.argv[1:]])
+    if sys.argv[1].isdigit():
+        compile_every(int(sys.argv[1]))
     else:
-        compile_every(int(sys.argv[1]) if sys.argv[1:] else 1)
+        compare([Path(name) for name in sys.argv[1:]])
