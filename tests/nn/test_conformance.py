@@ -38,7 +38,7 @@ _told: dict[str, list[dict[str, str]]] = {}
 
 def outcome(ranks: dict[int, Ranks], name: str) -> list[dict[str, str]]:
     if name not in _told:
-        _told[name] = ranks[2].run(conformance.run_all, SUBJECTS[name], timeout=280)
+        _told[name] = ranks[2].run(conformance.run_all, SUBJECTS[name], timeout=200)
     return _told[name]
 
 

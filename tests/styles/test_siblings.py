@@ -9,8 +9,6 @@ from autotax.runner.ranks import Ranks
 from tests.styles.siblings import Case, K, refusals, same, uneven_chain
 from tests.torch.conftest import ranks  # noqa: F401 - the same processes
 
-PATIENCE = 240.0
-"""Seconds for a case: the first in new ranks imports torch._dynamo."""
 CASES = {
     f"{'column' if column else 'row'}, {name}": Case(column, **more)  # type: ignore[arg-type]
     for column in (True, False)
@@ -60,15 +58,15 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_is_that_of_torchs_own_style(ranks: Ranks, name: str) -> None:  # noqa: F811
-    ranks.run(same, CASES[name], timeout=PATIENCE)
+    ranks.run(same, CASES[name])
 
 
 def test_uneven_rows_go_from_one_style_to_the_other(ranks: Ranks) -> None:  # noqa: F811
-    ranks.run(uneven_chain, timeout=PATIENCE)
+    ranks.run(uneven_chain)
 
 
 def test_what_torchs_style_refuses_is_refused(ranks: Ranks) -> None:  # noqa: F811
-    for keyword, pickling, second in ranks.run(refusals, timeout=PATIENCE):
+    for keyword, pickling, second in ranks.run(refusals):
         assert keyword == ("IndexError", "IndexError")
         assert pickling[0] == pickling[1] != "none"
         assert second[0] == "UsageError"
