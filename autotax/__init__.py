@@ -17,7 +17,7 @@ from autotax.operators.problems import *  # noqa: F403
 if TYPE_CHECKING:
     from autotax.api import compare, refresh, trials, tune, tune_callable
     from autotax.db.lookup import Answer, lookup, save_misses
-    from autotax.report.plots import plot
+    from autotax.report.charts import plot
     from autotax.runner.trace import trace
 
 __version__ = "0.1.0"
@@ -32,7 +32,7 @@ former_names.install()
 
 _LAZY = dict.fromkeys(("lookup", "Answer", "save_misses"), "autotax.db.lookup")
 _LAZY |= dict.fromkeys(("tune", "compare", "refresh", "trials", "tune_callable"), "autotax.api")
-_LAZY |= {"trace": "autotax.runner.trace", "plot": "autotax.report.plots"}
+_LAZY |= {"trace": "autotax.runner.trace", "plot": "autotax.report.charts"}
 _LAZY_MODULES = {"nn", "parallel", "testing", "torch"}
 
 

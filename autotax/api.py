@@ -24,18 +24,17 @@ from autotax import runner as runners
 from autotax import tuner
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config, Value
-from autotax.core.frames import frame
 from autotax.core.problem import Problem
 from autotax.core.settings import as_deployed
 from autotax.db import Store, TrialRecord, shipped
 from autotax.db.lookup import lookup, reload
-from autotax.db.records import Place
-from autotax.db.staleness import Stale, stale_winners
+from autotax.db.records import Place, Stale, stale_winners
 from autotax.hardware import Hardware, check_memory, check_world_size
 from autotax.software import Environment, environment
 from autotax.spaces import space_for
-from autotax.tuner import Comparison, Listener, Progress, Settings, Silence, Verdict
+from autotax.tuner import Comparison, Listener, Progress, Settings, Verdict
 from autotax.tuner.comparison import Choice, baseline_for, best_of, shown_variants, trials_here
+from autotax.tuner.progress import frame
 from autotax.tuner.tuning import TimeLimit
 
 if TYPE_CHECKING:
@@ -57,24 +56,11 @@ def check(problems: Sequence[Problem], hardware: Hardware) -> None:
 
 
 def tune(
-    problem: Problem,
-    *,
-    trials: int | None = None,
-    effort: str | None = None,
-    timeout_s: float | None = None,
-    variants: Sequence[str] | None = None,
-    conditions: Conditions | None = None,
-    sampler: str | None = None,
-    seed: int = 0,
-    paired: bool = False,
-    soak: int | None = None,
-    resume: bool = True,
-    db: str | Path | None = None,
-    backend: str | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
-    on_notice: Callable[[str], None] | None = None,
-    progress: bool = False,
-) -> Verdict:
+    problem: Problem, *, trials: int | None = None, effort: str | None = None, timeout_s: float | None = None,
+    variants: Sequence[str] | None = None, conditions: Conditions | None = None, sampler: str | None = None, seed: int = 0,
+    paired: bool = False, soak: int | None = None, resume: bool = True, db: str | Path | None = None, backend: str | None = None,
+    on_progress: Callable[[Progress], None] | None = None, on_notice: Callable[[str], None] | None = None, progress: bool = False,
+) -> Verdict:  # fmt: skip
     """Finds, proves and stores the fastest config of a problem: `autotax tune`.
 
     `effort` (quick, normal or full) sets the most trials, and the expected gain at which a search by the sampler `gp` ends early.
@@ -93,7 +79,7 @@ def tune(
     )  # fmt: skip
     if settings.variants:
         space_for(problem, hardware).only(settings.variants)
-    listener = _Calls(on_progress, on_notice)
+    listener = _Calls(on_progress or _ignore, on_notice or _ignore)
     with Store.open(db, create=True) as store:
         watch: Watch = lambda *_: nullcontext(listener)  # noqa: E731
         if progress:
@@ -105,12 +91,9 @@ def tune(
 
 
 def tune_jobs(
-    jobs: Sequence[Job],
-    hardware: Hardware,
-    store: Store,
-    watch: Watch,
+    jobs: Sequence[Job], hardware: Hardware, store: Store, watch: Watch,
     then: Callable[[Verdict, runners.LiveRunner], None] | None = None,
-) -> Iterator[Verdict]:
+) -> Iterator[Verdict]:  # fmt: skip
     """Yields the verdict of each job. All problems of a world size share one pool of ranks. Ends early when interrupted.
 
     `then` is called before the ranks end.
@@ -160,16 +143,10 @@ class Refreshed:
 
 
 def refresh(
-    problems: Problem | Sequence[Problem] | None = None,
-    *,
-    everything: bool = False,
-    conditions: Conditions | None = None,
-    soak: int | None = None,
-    timeout_s: float | None = None,
-    db: str | Path | None = None,
-    backend: str | None = None,
+    problems: Problem | Sequence[Problem] | None = None, *, everything: bool = False, conditions: Conditions | None = None,
+    soak: int | None = None, timeout_s: float | None = None, db: str | Path | None = None, backend: str | None = None,
     on_notice: Callable[[str], None] | None = None,
-) -> list[Refreshed]:
+) -> list[Refreshed]:  # fmt: skip
     """Proves stale winners again after a change of software: `autotax refresh`. A few seconds for each problem.
 
     Candidates are your winners and the shipped ones that were measured on devices like these. Each is verified, soaked and
@@ -178,19 +155,14 @@ def refresh(
     """
     hardware = machine.detect(backend)
     requested = [problems] if isinstance(problems, Problem) else problems
-    listener = _Calls(None, on_notice)
+    listener = _Calls(_ignore, on_notice or _ignore)
     with Store.open(db, create=True) as store:
         stale = stale_here(store, hardware, requested, conditions, everything=everything)
         return list(refresh_on(stale, hardware, store, lambda *_: nullcontext(listener), soak=soak, timeout_s=timeout_s))
 
 
 def stale_here(
-    store: Store,
-    hardware: Hardware,
-    problems: Sequence[Problem] | None,
-    conditions: Conditions | None,
-    *,
-    everything: bool,
+    store: Store, hardware: Hardware, problems: Sequence[Problem] | None, conditions: Conditions | None, *, everything: bool
 ) -> list[Stale]:
     """The problems that can be refreshed here, from this store and the shipped winners, fewest ranks first. Raises UsageError as
     `check` does.
@@ -204,15 +176,9 @@ def stale_here(
 
 
 def refresh_on(
-    stale: Sequence[Stale],
-    hardware: Hardware,
-    store: Store,
-    watch: Watch,
-    *,
-    soak: int | None = None,
-    timeout_s: float | None = None,
-    each_s: float | None = None,
-) -> Iterator[Refreshed]:
+    stale: Sequence[Stale], hardware: Hardware, store: Store, watch: Watch, *, soak: int | None = None,
+    timeout_s: float | None = None, each_s: float | None = None,
+) -> Iterator[Refreshed]:  # fmt: skip
     """Yields each problem when it is proven. All problems of a world size share one pool of ranks. Ends early when interrupted or
     after `timeout_s` seconds. With `each_s` only the best former winner of a problem is proven, for about so many seconds.
     """
@@ -270,14 +236,9 @@ def trials(problem: Problem | None = None, *, status: str | None = None, db: str
 
 
 def compare(
-    problem: Problem,
-    *,
-    every_variant: bool = False,
-    conditions: Conditions | None = None,
-    timeout_s: float | None = None,
-    db: str | Path | None = None,
-    backend: str | None = None,
-) -> Comparison:
+    problem: Problem, *, every_variant: bool = False, conditions: Conditions | None = None, timeout_s: float | None = None,
+    db: str | Path | None = None, backend: str | None = None,
+) -> Comparison:  # fmt: skip
     """Measures the tuned config, BSP and the operator's peers in one interleaved and verified run: `autotax compare`.
 
     `timeout_s` limits the seconds, the start of the ranks included. If it comes first, the comparison has no rows, and `error`
@@ -291,15 +252,9 @@ def compare(
 
 
 def compare_on(
-    runner: runners.LiveRunner,
-    problem: Problem,
-    hardware: Hardware,
-    conditions: Conditions,
-    db: str | Path | None,
-    every_variant: bool,
-    limit: TimeLimit | None = None,
-) -> Comparison:
-    """A comparison on these ranks."""
+    runner: runners.LiveRunner, problem: Problem, hardware: Hardware, conditions: Conditions, db: str | Path | None,
+    every_variant: bool, limit: TimeLimit | None = None,
+) -> Comparison:  # fmt: skip
     answer = lookup(problem, hardware=hardware, db=db, conditions=conditions)
     space = space_for(problem, hardware)
     with Store.open(db, create=False) as store:
@@ -320,18 +275,11 @@ def compare_on(
 
 
 def tune_callable(
-    make: Callable[[Mapping[str, Value], Context], Callable[..., Any]],
-    *,
-    tunables: Mapping[str, Sequence[Value]],
-    inputs: Callable[[Draw], Call],
-    reference: Callable[[Sequence[Call], int], Tensor],
-    baseline: Callable[[Context], Callable[..., Any]],
-    name: str | None = None,
-    dtype: str = "bf16",
-    world_size: int | None = None,
-    backend: str | None = None,
-    **settings: Any,
-) -> Verdict:
+    make: Callable[[Mapping[str, Value], Context], Callable[..., Any]], *, tunables: Mapping[str, Sequence[Value]],
+    inputs: Callable[[Draw], Call], reference: Callable[[Sequence[Call], int], Tensor],
+    baseline: Callable[[Context], Callable[..., Any]], name: str | None = None, dtype: str = "bf16",
+    world_size: int | None = None, backend: str | None = None, **settings: Any,
+) -> Verdict:  # fmt: skip
     """Tunes one function of yours, without declaring an operator. Figures, proofs and the database are those of `tune`.
 
     - `make(params, context)` runs on every rank and returns a callable that takes the inputs and the output. The call of `make`
@@ -355,7 +303,7 @@ def tune_callable(
 def ranks(hardware: Hardware, world_size: int, seed: int = 0) -> Iterator[runners.LiveRunner]:
     """Ranks that start when first used and are gone at the end. Raises MachineError if they do not start."""
     from autotax.core.errors import MachineError
-    from autotax.runner.pool import GroupLost
+    from autotax.runner.local_runner import GroupLost
 
     runner = runners.LiveRunner(hardware, world_size, seed=seed)
     try:
@@ -366,18 +314,13 @@ def ranks(hardware: Hardware, world_size: int, seed: int = 0) -> Iterator[runner
         runner.close()
 
 
-class _Calls(Silence):
-    """A listener that calls functions."""
+@dataclass(frozen=True)
+class _Calls:
+    """A listener of functions."""
 
-    def __init__(self, on_progress: Callable[[Progress], None] | None, on_notice: Callable[[str], None] | None) -> None:
-        self._on_progress, self._on_notice = on_progress, on_notice
+    progress: Callable[[Progress], None]
+    notice: Callable[[str], None]
 
-    def progress(self, progress: Progress) -> None:
-        """See Listener.progress."""
-        if self._on_progress:
-            self._on_progress(progress)
 
-    def notice(self, text: str) -> None:
-        """See Listener.notice."""
-        if self._on_notice:
-            self._on_notice(text)
+def _ignore(_: object) -> None:
+    pass

@@ -55,8 +55,19 @@ def content_digest(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
+class Described:
+    """Plain values in the fields of a dataclass, with a digest."""
+
+    @cached_property
+    def digest(self) -> str:
+        return content_digest(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload]
+
+
 @dataclass(frozen=True)
-class Hardware:
+class Hardware(Described):
     """The devices of one host. `target` is Triton's name of the architecture, for instance `cuda:90` or `hip:gfx942`."""
 
     backend: str
@@ -70,13 +81,6 @@ class Hardware:
     """Bytes of shared memory that one program may take."""
     l2_bytes: int
     links: str
-
-    @cached_property
-    def digest(self) -> str:
-        return content_digest(asdict(self))
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def on_gpu(self) -> bool:

@@ -9,17 +9,15 @@ import platform
 import re
 import runpy
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from autotax.digests import kernel_digest
-from autotax.hardware import content_digest, symmetric_heap
+from autotax.hardware import Described, symmetric_heap
 
 
 @dataclass(frozen=True)
-class Environment:
+class Environment(Described):
     """The software that decides how fast a kernel runs. `comm` names the library behind symmetric memory and collectives."""
 
     python: str
@@ -28,13 +26,6 @@ class Environment:
     comm: str
     kernels: str
     """Digest of all kernel sources of a run. Staleness is decided by the digest of the variant's sources alone."""
-
-    @cached_property
-    def digest(self) -> str:
-        return content_digest(asdict(self))
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def distribution_version(*names: str) -> str | None:

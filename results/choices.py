@@ -21,7 +21,7 @@ from autotax.hardware import Hardware, detect
 from autotax.operators import registry
 from autotax.runner.measurement import Candidate, Effort
 from autotax.spaces import space_for
-from autotax.tuner.statistics import speedup
+from autotax.tuner.finalists import speedup
 
 TOGETHER = 8
 """Choices of a job."""

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from autotax.core.files import write_whole
-from autotax.db import Store, file_format
+from autotax.db import Store, formats
 from autotax.db.records import Entry, merge
 from autotax.hardware import BACKENDS
 from autotax.operators.registry import operators
@@ -32,10 +32,10 @@ def main(folder: Path, databases: list[Path], keep: bool) -> None:
     for database in databases:
         with Store.open(database, create=False) as store:
             sides.append(store.entries(list(operators()), BACKENDS))
-    kept = {entry.winner.key: entry for entry in file_format.read(winners)} if keep else {}
+    kept = {entry.winner.key: entry for entry in formats.read(winners)} if keep else {}
     best = kept | merge(*sides)
     with tempfile.TemporaryDirectory() as scratch:
-        file_format.write(plain := Path(scratch) / "winners.json", map(rounded, best.values()), anonymous=True)
+        formats.write(plain := Path(scratch) / "winners.json", map(rounded, best.values()), anonymous=True)
         write_whole(winners, lzma.compress(plain.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
     print(f"{len(found.results)} trials of {len(found.runs)} runs, {len(best)} winners")
 

@@ -25,7 +25,7 @@ from autotax.operators.problem_files import read_shapes
 from autotax.runner.measurement import Candidate, Effort
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing import operators
+from tests.conformance import calls
 
 WORLD = 2
 EFFORT = Effort(samples=20, seconds=0.25)
@@ -68,7 +68,7 @@ def replay(finalists: list[tuple[Problem, Config]], here: Hardware, replays: int
     """Prints the worst error of each finalist, and how many elements ever changed in its replays."""
     with Ranks(WORLD, here.backend) as ranks:
         for problem, config in finalists:
-            found = ranks.run(operators.replay, problem, config, replays, timeout=60)
+            found = ranks.run(calls.replay, problem, config, replays, timeout=60)
             worst, wrong = max(error for error, _ in found), sum(count for _, count in found)
             said = f"{replays} replays, {wrong} elements wrong, error {worst:.2g}"
             print(f"{said}: {problem.op} {problem.brief()} {config}", flush=True)

@@ -25,15 +25,13 @@ from autotax.heap import Heap, World
 from autotax.kernels.context import Context
 from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter
-from autotax.runner.benchmark import Bench
+from autotax.runner.benchmark import Bench, InputCache, Trial
 from autotax.runner.measurement import Candidate, Effort, Job, Measurement, Report
 from autotax.runner.precompile import CompileAhead
 from autotax.runner.rank_worker import Session
 from autotax.runner.ranks import Ranks
-from autotax.runner.series import InputCache
-from autotax.runner.stages import Trial
 from autotax.spaces import space_for
-from autotax.tuner.statistics import median_interval, speedup
+from autotax.tuner.finalists import median_interval, speedup
 
 WORLD = 2
 HEAP_BYTES = 2 << 30

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import autotax
 from autotax.core.files import write_whole
-from autotax.db import RunRecord, TrialRecord, file_format
+from autotax.db import RunRecord, TrialRecord, formats
 from autotax.hardware import Hardware
 from autotax.report import taxes
 from autotax.report.page import page
@@ -62,7 +62,7 @@ def _trial(file: landscapes.Landscapes, number: int, run: landscapes.Run, result
 def main(folder: Path) -> None:
     """Writes the report of a host's folder."""
     kept = [folder / "winners.json.xz", *SHIPPED.glob(f"{folder.name}.json")]
-    winners = [entry.winner for path in kept for entry in file_format.read(path)]
+    winners = [entry.winner for path in kept for entry in formats.read(path)]
     trials = list(last_searches(landscapes.read(folder / "landscapes.json.gz")))
     compared = [document for path in sorted(folder.glob("*/compare*.json.xz")) for document in taxes.read(path)]
     made = page(folder.name, datetime.now(UTC), winners, trials, compared).encode()

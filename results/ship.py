@@ -11,13 +11,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from autotax.db import file_format
+from autotax.db import formats
 
 
 def main(source: str, target: str) -> None:
     """Reads any file of `autotax export`; the order of the winners stays."""
-    entries = file_format.read(Path(source))
-    file_format.write(Path(target), [replace(e, winner=replace(e.winner, samples=None)) for e in entries], anonymous=True)
+    entries = formats.read(Path(source))
+    formats.write(Path(target), [replace(e, winner=replace(e.winner, samples=None)) for e in entries], anonymous=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db import shipped
-from autotax.db.staleness import same_kernel
+from autotax.db.records import same_kernel
 from autotax.operators.registry import problem_from_dict
 
 RESULTS = Path(__file__).parent

@@ -21,8 +21,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from sqlalchemy import Engine, event
 
-from autotax.operators import declaration, loading, registry
-from autotax.runner import fork_server
+from autotax.operators import declaration, registry
+from autotax.runner import processes
 from autotax.runner.processes import environment_with
 
 # On a busy machine an example, or making one, takes any time.
@@ -64,9 +64,9 @@ EMULATED = HERE / "amd" / "test_emulated.py"
 def pytest_configure(config: pytest.Config) -> None:
     """Ranks on the CPU are forks of one server for the whole run: their imports were a third of its time."""
     if not hasattr(config, "workerinput"):  # whose processes inherit the variable
-        os.environ[fork_server.SHARED] = name = f"tests-{os.getpid()}"
-        interpreted = environment_with(fork_server.INTERPRETED)
-        config.stash[SERVER] = fork_server.start(fork_server.address_of(name, interpreted), interpreted)
+        os.environ[processes.SHARED] = name = f"tests-{os.getpid()}"
+        interpreted = environment_with(processes.INTERPRETED)
+        config.stash[SERVER] = processes.start(processes.address_of(name, interpreted), interpreted)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -153,15 +153,15 @@ def _loads_of_a_test() -> Iterator[None]:
 
 
 def _forgetting() -> Iterator[None]:
-    known, loaded, places = dict(registry.operators()), dict(loading.digests), list(sys.path)
+    known, loaded, places = dict(registry.operators()), dict(registry.digests), list(sys.path)
     own = {name: (dict(operator.variants), dict(operator.peers)) for name, operator in known.items()}
     yield
-    for name in loading.digests.keys() - loaded.keys():  # otherwise a second load would not declare it again
+    for name in registry.digests.keys() - loaded.keys():  # otherwise a second load would not declare it again
         sys.modules.pop(Path(name).stem if name.endswith(".py") else name, None)
     sys.path[:] = places
     declaration.declared.clear()
     declaration.declared.update(known)
-    loading.digests.clear()
-    loading.digests.update(loaded)
+    registry.digests.clear()
+    registry.digests.update(loaded)
     for name, (variants, peers) in own.items():
         known[name].variants, known[name].peers = variants, peers

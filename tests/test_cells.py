@@ -10,7 +10,8 @@ from types import ModuleType
 import pytest
 from triton.language import constexpr
 
-from autotax import UsageError, cells
+from autotax import UsageError
+from autotax.declare import is_of_a_cell, write_cells
 from tests.examples.test_tour import run_cell
 
 CELL = """
@@ -50,15 +51,15 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_a_file_holds_what_the_functions_refer_to(notebook: ModuleType) -> None:
-    assert cells.is_of_a_cell(notebook.make) and not cells.is_of_a_cell(pytest.fixture)
-    path = cells.write({"make": notebook.make})
+    assert is_of_a_cell(notebook.make) and not is_of_a_cell(pytest.fixture)
+    path = write_cells({"make": notebook.make})
     there: dict[str, object] = {}
     exec(compile(path.read_text(), str(path), "exec"), there)
     made = there["make"]
     assert callable(made) and made() == notebook.make() and "unused = object" not in path.read_text()
-    assert cells.write({"make": notebook.make}) == path, "equal sources have one file"
+    assert write_cells({"make": notebook.make}) == path, "equal sources have one file"
     run_cell(2, "LIMIT = 4", notebook.__dict__)
-    assert cells.write({"make": notebook.make}) != path
+    assert write_cells({"make": notebook.make}) != path
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_a_file_holds_what_the_functions_refer_to(notebook: ModuleType) -> None:
 def test_what_no_file_can_hold_is_one_line(notebook: ModuleType, cell: str, message: str) -> None:
     run_cell(2, cell, notebook.__dict__)
     with pytest.raises(UsageError, match=message):
-        cells.write({"make": notebook.make})
+        write_cells({"make": notebook.make})
 
 
 def test_a_call_with_other_tunables_takes_the_place_of_the_former() -> None:

@@ -26,11 +26,10 @@ from autotax.heap import World, open_heap
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.operators import problem_from_dict
-from autotax.operators.calls import make_inputs, reference
 from autotax.operators.problems import AllGatherGemm
-from autotax.operators.verification import relative_error
+from autotax.operators.verification import make_inputs, reference, relative_error
 from autotax.runner import Candidate, Effort, LiveRunner
-from autotax.runner.fork_server import SHARED
+from autotax.runner.processes import SHARED
 from autotax.runner.ranks import run_ranks
 from autotax.spaces import Space, VariantSpace
 from autotax.tuner import Settings, tune

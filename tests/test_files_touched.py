@@ -30,14 +30,16 @@ def test_a_variant_is_a_kernel_a_space_and_a_line_of_the_declaration(op: str) ->
     folder = OPERATORS[op]
     variants = [name for name in named(op).variants if name not in (BASELINE, *named(op).peers)]
     mentions: dict[str, set[str]] = defaultdict(set)
-    own = [*(PACKAGE / "kernels" / folder).glob("*.py"), PACKAGE / f"spaces/{folder}.py"]
+    kernels = PACKAGE / "kernels"
+    own = [*kernels.glob(f"{folder}.py"), *(kernels / folder).glob("*.py"), PACKAGE / f"spaces/{folder}.py"]
     for path in (PACKAGE / f"operators/{folder}.py", *own):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and node.value in variants:
                 mentions[node.value].add(path.relative_to(PACKAGE).as_posix())
     for name in variants:
-        assert (PACKAGE / f"kernels/{folder}/{name}.py").is_file()
-        expected = {f"operators/{folder}.py", f"kernels/{folder}/{name}.py", f"spaces/{folder}.py"}
+        kernel = named(op).variants[name].module.removeprefix("autotax.").replace(".", "/") + ".py"
+        assert kernel.startswith(f"kernels/{folder}") and (PACKAGE / kernel).is_file()
+        expected = {f"operators/{folder}.py", kernel, f"spaces/{folder}.py"}
         assert mentions[name] <= expected, name
 
 

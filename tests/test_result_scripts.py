@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autotax.db import Store, file_format
+from autotax.db import Store, formats
 from tests.db.conftest import PUSH, keep_winner
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -51,7 +51,7 @@ def exported(folder: Path, speedup: float, name: str, keep: bool) -> float:
     with Store.open(database := folder / name) as store:
         keep_winner(store, config=PUSH, speedup=speedup, interval_low=speedup - 0.05, interval_high=speedup + 0.05)
     runpy.run_path(str(RESULTS / "export.py"))["main"](folder, [database], keep)
-    (entry,) = file_format.read(folder / "winners.json.xz")
+    (entry,) = formats.read(folder / "winners.json.xz")
     return entry.winner.speedup
 
 

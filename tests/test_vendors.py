@@ -12,7 +12,7 @@ from autotax.testing.ranks import Ranks
 import autotax
 from autotax.core.conditions import ON_CPU, Conditions
 from autotax.core.config import Config
-from autotax.db import Store, file_format, lookup
+from autotax.db import Store, formats, lookup
 from autotax.engines import vllm as vllm_plugin
 from autotax.hardware import detect
 from autotax.heap.world import World
@@ -48,8 +48,8 @@ def test_a_search_verifies_soaks_stores_and_exports_it(tmp_path: Path, monkeypat
     (standing,) = (each for each in verdict.standings if each.measurement.config == VENDOR)
     assert standing.measurement.verified and standing.measurement.conditions["soak"] == 3
     with Store.open(database(tmp_path / "won.db", {problem: VENDOR})) as store:
-        file_format.write(tmp_path / "won.json", store.entries([problem.op], ["cpu"]))
-    (entry,) = file_format.read(tmp_path / "won.json")
+        formats.write(tmp_path / "won.json", store.entries([problem.op], ["cpu"]))
+    (entry,) = formats.read(tmp_path / "won.json")
     assert entry.winner.config == VENDOR
     monkeypatch.setenv(ONLY_OURS_VARIABLE, "1")
     assert "all_to_all" not in space_for(problem, detect("cpu")).variants

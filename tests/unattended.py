@@ -32,7 +32,7 @@ from autotax.db import Store, TrialRecord
 from autotax.hardware import detect
 from autotax.operators.problem_files import read_shapes
 from autotax.operators.problems import AllGatherGemm, FlashDecode
-from autotax.runner.fork_server import SHARED
+from autotax.runner.processes import SHARED
 from autotax.tuner.tuning import KILLED_TWICE
 
 ROOT = Path(__file__).parents[1]

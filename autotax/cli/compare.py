@@ -30,32 +30,20 @@ class CompareOptions(LimitedOptions):
 
 def compare(what: ProblemOptions, which: CompareOptions, deployed: DeployOptions, where: MachineOptions) -> int:
     """Measure the tuned config, BSP and the alternatives, interleaved in one run."""
-    def table(comparison: Comparison) -> RenderableType:
-        from autotax.report import tables
-
-        return tables.comparison(comparison)
-
-    compared, done = compare_and_show(what, which, deployed, where, table, lambda _: which.every_variant)
     from autotax.report import documents, tables
 
-    if which.shapes is not None:
-        where.show(lambda: tables.means(compared))
-    where.document(lambda: [documents.of_comparison(comparison) for comparison in compared], ok=done)
-    return 0 if done else 1
+    compared, done = compare_and_show(what, which, deployed, where, tables.comparison, lambda _: which.every_variant)
+    means = None if which.shapes is None else lambda: tables.means(compared)
+    return where.answer(means, lambda: map(documents.of_comparison, compared), ok=done)
 
 
 def taxes(what: ProblemOptions, of: LimitedOptions, deployed: DeployOptions, where: MachineOptions) -> int:
     """Show where the time of bulk-synchronous calls goes, and how much of it the tuned config wins back."""
-    def table(comparison: Comparison) -> RenderableType:
-        from autotax.report import tables
+    from autotax.report import documents, tables
 
-        return tables.taxes(comparison)
-
-    compared, done = compare_and_show(what, of, deployed, where, table, lambda problem: bool(operator_of(problem).ladder))
-    from autotax.report import documents
-
-    where.document(lambda: [documents.of_taxes(comparison) for comparison in compared], ok=done)
-    return 0 if done else 1
+    ladder: Callable[[Problem], bool] = lambda problem: bool(operator_of(problem).ladder)  # noqa: E731
+    compared, done = compare_and_show(what, of, deployed, where, tables.taxes, ladder)
+    return where.answer(None, lambda: map(documents.of_taxes, compared), ok=done)
 
 
 COMPARED = 6
@@ -63,13 +51,9 @@ COMPARED = 6
 
 
 def compare_and_show(
-    what: ProblemOptions,
-    of: LimitedOptions,
-    deployed: DeployOptions,
-    where: MachineOptions,
-    table: Callable[[Comparison], RenderableType],
-    every_variant: Callable[[Problem], bool],
-) -> tuple[list[Comparison], bool]:
+    what: ProblemOptions, of: LimitedOptions, deployed: DeployOptions, where: MachineOptions,
+    table: Callable[[Comparison], RenderableType], every_variant: Callable[[Problem], bool],
+) -> tuple[list[Comparison], bool]:  # fmt: skip
     """Shows and returns the comparisons in the order of the problems, and whether all succeeded.
 
     An interrupt keeps the finished comparisons of a file. `every_variant` selects the problems with a row for each variant.
@@ -103,13 +87,9 @@ def compare_and_show(
 
 
 def _compare_all(
-    problems: Sequence[Problem],
-    hardware: Hardware,
-    conditions: Conditions,
-    where: MachineOptions,
-    every_variant: Callable[[Problem], bool],
-    limit: TimeLimit,
-) -> Iterator[Comparison]:
+    problems: Sequence[Problem], hardware: Hardware, conditions: Conditions, where: MachineOptions,
+    every_variant: Callable[[Problem], bool], limit: TimeLimit,
+) -> Iterator[Comparison]:  # fmt: skip
     """Yields the comparisons. Each world size has one pool of ranks. No problem begins after the time limit."""
     from autotax.api import compare_on, ranks
     from autotax.tuner import Comparison

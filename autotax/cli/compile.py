@@ -35,7 +35,6 @@ class TargetOptions:
     trials: Annotated[int | None, number(f"Configs of each variant, seeds first. Default: {SURVEYED}.")] = None
 
     def check(self) -> None:
-        """Raises UsageError for an unknown target or variant."""
         if self.target not in TARGETS:
             problem = "no target given" if self.target is None else f"target is {self.target!r}"
             guess = did_you_mean(self.target or "", TARGETS) or "give one of these as --target"
@@ -61,11 +60,10 @@ def compile_(what: ProblemOptions, aim: TargetOptions, form: OutputOptions) -> i
     hardware = aim.hardware()
     problem = what.problem(hardware)
     surveyed = compile_all(problem, configs_of(problem, hardware, aim.settings()), hardware)
-    form.show(lambda: tables.surveyed(problem, hardware, surveyed))
     ok = all(result.status == "ok" for result in surveyed)
     about = {"problem": problem.to_dict(), "target": hardware.target}
-    form.document(lambda: documents.of_survey(surveyed), ok=ok, about=about)
-    return 0 if ok else 1
+    table = lambda: tables.surveyed(problem, hardware, surveyed)  # noqa: E731
+    return form.answer(table, lambda: documents.of_survey(surveyed), ok=ok, about=about)
 
 
 def configs_of(problem: Problem, hardware: Hardware, settings: Settings) -> list[Config]:

@@ -19,10 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import typer
-
 from autotax.cli.messages import say
-from autotax.cli.options import MachineOptions
+from autotax.cli.options import MachineOptions, one_of, word
 from autotax.core.errors import MachineError, UsageError
 from autotax.core.files import refuse_unwritable, write_whole
 from autotax.hardware import (
@@ -53,15 +51,18 @@ class Check:
     name: str
     ok: bool
     found: str
-    next: str = ""
-    """The remedy; empty if none is needed."""
+    remedy: str = ""
     needed: bool = True
+
+    @property
+    def next(self) -> str:
+        """The remedy; empty if none is needed."""
+        return "" if self.ok else self.remedy
 
 
 def examine(backend: str | None = None, db: str | None = None) -> list[Check]:
     """Checks everything that `backend` (default: this machine's) and the database need."""
-    if backend is not None and backend not in BACKENDS:
-        raise UsageError(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}: give one of these as --backend")
+    one_of("backend", backend, BACKENDS, guess=False)
     target = backend or _backend_present()
     checks: list[Callable[[], Check]] = [_python, _torch, _triton]
     if target == "cpu":
@@ -70,13 +71,12 @@ def examine(backend: str | None = None, db: str | None = None) -> list[Check]:
         checks += [partial(_gpus, target), _peers, _nccl, _loopback]
         checks += [_iris if symmetric_heap(target) == "iris" else _symmetric_memory]
         checks += [_compiler, _connections]
-        checks += [_queues, _dies] if target == "rocm" else []
+        checks += [_queues, dies] if target == "rocm" else []
     checks += [_open_files, _torch_operators, partial(_database, db)]
     return [_answered(check) for check in checks]
 
 
 def usable(checks: Sequence[Check]) -> bool:
-    """Whether autotax can work here."""
     return all(check.ok or not check.needed for check in checks)
 
 
@@ -100,7 +100,7 @@ def _backend_present() -> str:
         return "cpu"
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers_of(version: str) -> tuple[int, ...]:
     """(3, 6) of 3.6.0+git123"""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
@@ -113,14 +113,13 @@ def _package(name: str, least: tuple[int, int], version: str | None) -> Check:
     minimum = ".".join(map(str, least))
     if version is None:
         return Check(name, False, "not installed", f"pip install '{name}>={minimum}'")
-    ok = _numbers(version) >= least
-    return Check(name, ok, _tried(name, version), "" if ok else f"pip install '{name}>={minimum}'")
+    return Check(name, numbers_of(version) >= least, _tried(name, version), f"pip install '{name}>={minimum}'")
 
 
 def _tried(name: str, version: str) -> str:
     """The version, and whether the tests have passed under such versions."""
     first, last = TRIED.get(name, (version, version))
-    within = _numbers(first) <= _numbers(version) <= _numbers(last)
+    within = numbers_of(first) <= numbers_of(version) <= numbers_of(last)
     return version if within else f"{version}, not tried: {first} to {last} were"
 
 
@@ -128,8 +127,8 @@ def _tried(name: str, version: str) -> str:
 
 
 def _python() -> Check:
-    ok = _numbers(platform.python_version()) >= (3, 11)
-    return Check("python", ok, _tried("python", platform.python_version()), "" if ok else "use Python 3.11 or later")
+    version = platform.python_version()
+    return Check("python", numbers_of(version) >= (3, 11), _tried("python", version), "use Python 3.11 or later")
 
 
 def _torch() -> Check:
@@ -151,7 +150,7 @@ def _numpy() -> Check:
 def _gloo() -> Check:
     dist: Any = importlib.import_module("torch.distributed")
     ok = dist.is_available() and dist.is_gloo_available()
-    advice = "" if ok else "CPU ranks meet through gloo: install a torch that has it"
+    advice = "CPU ranks meet through gloo: install a torch that has it"
     return Check("gloo", ok, "available" if ok else "not in this torch", advice)
 
 
@@ -166,7 +165,7 @@ def _loopback() -> Check:
 def _open_files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     many = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES
-    advice = "" if many else f"ulimit -n {OPEN_FILES} (at most {hard} here): many ranks and tests open more"
+    advice = f"ulimit -n {OPEN_FILES} (at most {hard} here): many ranks and tests open more"
     return Check("open files", many, f"up to {soft} in a process", advice, needed=False)
 
 
@@ -184,32 +183,32 @@ def _symmetric_memory() -> Check:
     except ImportError as error:
         return Check("symmetric memory", False, str(error), "pip install 'torch>=2.9'")
     ok = hasattr(module, "rendezvous")
-    return Check("symmetric memory", ok, "in torch" if ok else "too old", "" if ok else "pip install 'torch>=2.9'")
+    return Check("symmetric memory", ok, "in torch" if ok else "too old", "pip install 'torch>=2.9'")
 
 
 def _iris() -> Check:
-    from autotax.heap.iris import INSTALL
+    from autotax.heap.base import INSTALL
 
     try:
         module = importlib.import_module("iris")
     except (ImportError, OSError) as error:  # OSError: the module's libraries need ROCm
         return Check("iris", False, " ".join(str(error).split()), f"install ROCm, then `{INSTALL}`")
     ok = hasattr(module, "iris")
-    advice = "" if ok else f"another project has this name: `pip uninstall iris`, then `{INSTALL}`"
+    advice = f"another project has this name: `pip uninstall iris`, then `{INSTALL}`"
     return Check("iris", ok, iris_version() or "of unknown version", advice)
 
 
 def _compiler() -> Check:
     """Triton contains ptxas and LLVM, but builds its launchers with the C compiler of the machine."""
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    advice = "" if compiler else "install gcc or clang, or name one in $CC; nvcc and ptxas are not needed"
+    advice = "install gcc or clang, or name one in $CC; nvcc and ptxas are not needed"
     return Check("C compiler", bool(compiler), compiler or "none", advice)
 
 
 def _connections() -> Check:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     value = os.environ.get(name)
-    advice = "" if value is None else f"`unset {name}`: copies would wait for kernels, and the copy-engine variant lose"
+    advice = f"`unset {name}`: copies would wait for kernels, and the copy-engine variant lose"
     return Check(name, value is None, "unset" if value is None else value, advice, needed=value == "1")
 
 
@@ -218,14 +217,14 @@ def _queues() -> Check:
     value = os.environ.get(name)
     ok = value is not None and value.isdigit() and int(value) >= HARDWARE_QUEUES
     reason = "copies could stay behind the kernels that wait for them"
-    advice = "" if ok else f"`export {name}={HARDWARE_QUEUES}` where modules run; tuning sets it by itself. With fewer {reason}"
+    advice = f"`export {name}={HARDWARE_QUEUES}` where modules run; tuning sets it by itself. With fewer {reason}"
     return Check(name, ok, value or "unset", advice, needed=value is not None)
 
 
 # Machine
 
 
-def _dies() -> Check:
+def dies() -> Check:
     """The order of programs depends on the number of dies, which is computed from the number of compute units."""
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available():
@@ -233,7 +232,7 @@ def _dies() -> Check:
     counted, reported = detect("rocm").dies, dies_by_hip()
     if reported is None:
         return Check("dies", True, f"{counted} by the compute units; HIP does not tell")
-    advice = "" if reported == counted else "orders of programs are made for another number of dies: report this GPU"
+    advice = "orders of programs are made for another number of dies: report this GPU"
     return Check("dies", reported == counted, f"{reported} by HIP, {counted} by the compute units", advice, needed=False)
 
 
@@ -248,8 +247,7 @@ def _gpus(backend: str) -> Check:
     count = torch.cuda.device_count()
     memory = torch.cuda.get_device_properties(0).total_memory >> 30
     devices = f"{count} x {torch.cuda.get_device_name(0)}, {memory} GiB each"
-    advice = "" if count > 1 else "communication needs a second GPU"
-    return Check("GPUs", count > 1, devices, advice, needed=False)
+    return Check("GPUs", count > 1, devices, "communication needs a second GPU", needed=False)
 
 
 def _no_gpus() -> Check:
@@ -267,9 +265,8 @@ def _peers() -> Check:
     if not pairs:
         return Check("peer access", True, "no pair of GPUs")
     reach = sum(bool(torch.cuda.can_device_access_peer(a, b)) for a, b in pairs)
-    ok = reach == len(pairs)
-    advice = "" if ok else "see `nvidia-smi topo -p2p rw` or `rocm-smi --showtopoaccess`; IOMMU or ACS may forbid it"
-    return Check("peer access", ok, f"{reach} of {len(pairs)} pairs", advice)
+    advice = "see `nvidia-smi topo -p2p rw` or `rocm-smi --showtopoaccess`; IOMMU or ACS may forbid it"
+    return Check("peer access", reach == len(pairs), f"{reach} of {len(pairs)} pairs", advice)
 
 
 def _shared_memory() -> Check:
@@ -299,8 +296,7 @@ def _torch_operators() -> Check:
     if "autotax" in counted.operators.values():
         reasons = dict.fromkeys(call.reason for call in counted.calls if not call.taken)
         summary = "; ".join([f"{summary}, {counted.taken} of {counted.taken + counted.left} calls were", *reasons])
-    advice = f"{'; '.join(lacks)}: torch's own run there" if lacks else ""
-    return Check("torch operators", not lacks, summary, advice, needed=False)
+    return Check("torch operators", not lacks, summary, f"{'; '.join(lacks)}: torch's own run there", needed=False)
 
 
 def _database(db: str | None) -> Check:
@@ -337,16 +333,10 @@ class DoctorOptions:
 
     report: Annotated[
         Path | None,
-        typer.Option(
-            "--report",
-            help="Also run ranks and trials, for minutes at most, and write all that a developer needs to this JSON file.",
-            metavar="FILE",
-            show_default=False,
-        ),
+        word("Also run ranks and trials, for minutes at most, and write all that a developer needs to this JSON file.", "FILE"),
     ] = None
 
     def check(self) -> None:
-        """Raises UsageError for a file that cannot be written."""
         if self.report is not None:
             refuse_unwritable(self.report)
 
@@ -361,12 +351,10 @@ def doctor(onto: DoctorOptions, where: MachineOptions) -> int:
         report = field_report.collect(where.backend, _documents(checks))
         write_whole(onto.report, json.dumps(report, indent=2) + "\n")
         say(f"wrote {onto.report}: read it, then send it to the developers")
-    where.document(lambda: _documents(checks), ok=usable(checks))
-    return 0 if usable(checks) else 1
+    return where.answer(None, lambda: _documents(checks), ok=usable(checks))
 
 
 def _table(checks: Sequence[Check]) -> Table:
-    """The checks, one line each, with the next step."""
     from rich.text import Text
 
     from autotax.report.formatting import columns, grid

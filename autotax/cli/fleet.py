@@ -11,7 +11,7 @@ import typer
 
 from autotax.cli import options
 from autotax.cli.messages import INTERRUPTED, say
-from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flags, seconds_of, whole
+from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flags, number, seconds_of, word
 from autotax.cli.problem_selection import jobs_of, missed, problems_of
 from autotax.core.errors import UsageError
 
@@ -26,11 +26,8 @@ ABOUT = "Many hosts tune one list of problems into one PostgreSQL database."
 class FleetOptions:
     """The source of the hosts."""
 
-    on: Annotated[str | None, typer.Option(help="What brings the hosts: ray, ray:ADDRESS or slurm.", show_default=False)] = None
-    hosts: Annotated[
-        int | None,
-        typer.Option(help="Number of hosts. Default: all that Ray has.", show_default=False, parser=whole, metavar="INT"),
-    ] = None
+    on: Annotated[str | None, word("What brings the hosts: ray, ray:ADDRESS or slurm.")] = None
+    hosts: Annotated[int | None, number("Number of hosts. Default: all that Ray has.")] = None
     slurm: Annotated[
         list[str] | None,
         typer.Option(help="An option of sbatch, for instance partition=h200. May be repeated.", show_default=False),
@@ -38,10 +35,7 @@ class FleetOptions:
     logs: Annotated[Path, typer.Option(help="Folder for logs of Slurm tasks. All hosts must reach it.")] = Path("fleet-logs")
     lease: Annotated[str, typer.Option(help="Time after which the problem of a lost host goes to another host.")] = "60s"
     wait: Annotated[str, typer.Option(help="How long to wait for Ray's nodes at the start.")] = "10m"
-    world_size: Annotated[
-        int | None,
-        typer.Option(help="Number of ranks. Default: the GPUs of each host.", show_default=False, parser=whole, metavar="INT"),
-    ] = None
+    world_size: Annotated[int | None, number("Number of ranks. Default: the GPUs of each host.")] = None
 
     def asked(self, backend: str | None) -> EngineOptions:
         from autotax.fleet.messages import EngineOptions

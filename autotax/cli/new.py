@@ -33,7 +33,6 @@ class SkeletonOptions:
     folder: Annotated[Path, typer.Option("--folder", help="Where to write. Default: here.", metavar="FOLDER")] = Path()
 
     def check(self) -> None:
-        """Raises UsageError for a name that no module can have, and for a folder that is not there."""
         if not re.fullmatch(r"[a-z][a-z0-9_-]*", self.name) or keyword.iskeyword(self.module):
             raise UsageError(f"name is {self.name!r}; allowed are a-z, 0-9, - and _ after a letter: give another NAME")
         if self.module in sys.stdlib_module_names:

@@ -59,6 +59,13 @@ def flag(name: str, meaning: str) -> Any:
     return typer.Option(name, help=meaning, show_default=False)
 
 
+def one_of(name: str, value: str | None, allowed: Iterable[str], remedy: str = "", *, guess: bool = True) -> None:
+    """Raises UsageError for a value that is not allowed. It names a similar value, or else the remedy."""
+    if value is not None and value not in (allowed := list(allowed)):
+        advice = (did_you_mean(value, allowed) if guess else "") or remedy or f"give one of these as --{name}"
+        raise UsageError(f"{name} is {value!r}; allowed are {', '.join(allowed)}: {advice}")
+
+
 def operator_named(arguments: Iterable[str]) -> str | None:
     """The operator that a command line names, if any. Its options are the ones that apply."""
     return next((argument for argument in arguments if argument in operators()), None)
@@ -75,9 +82,7 @@ class ProblemOptions:
 
     @property
     def world_size(self) -> int | None:
-        """The number of ranks, if it was given."""
-        world_size: int | None = self.given.get("world_size")
-        return world_size
+        return self.given.get("world_size")
 
     @staticmethod
     def options(op: str | None) -> dict[str, tuple[Any, Any]]:
@@ -98,14 +103,11 @@ class ProblemOptions:
         for name, kinds in users.items():
             meanings = "; ".join(dict.fromkeys(map(_meaning, kinds)))
             panel, hidden = f"Problem: {op}" if op else "Problem", len(kinds) < len(chosen)
-            if all(map(_is_number, kinds)):
-                options[name] = (Annotated[int | None, number(meanings, panel=panel, hidden=hidden)], None)
-            else:
-                options[name] = (Annotated[str | None, word(meanings, panel=panel, hidden=hidden)], None)
+            kind: Any = (int, number) if all(map(_is_number, kinds)) else (str, word)
+            options[name] = (Annotated[kind[0] | None, kind[1](meanings, panel=panel, hidden=hidden)], None)
         return options
 
     def check(self) -> None:
-        """Raises UsageError for an unknown operator, missing sizes and values that are not allowed."""
         if self.op is not None:
             self._problem(1)
 
@@ -114,32 +116,20 @@ class ProblemOptions:
         return self._problem(hardware.default_world_size)
 
     def require(self) -> None:
-        """Raises UsageError if no operator was given."""
         if self.op is None:
             raise UsageError(f"no operator given; allowed are {', '.join(operators())}: name one, with its sizes")
 
     def _problem(self, world_size: int) -> Problem:
         """The problem, on `world_size` ranks unless the command line gives another number."""
-        kind = self._kind()
-        if kind is None:
-            guess = did_you_mean(self.op or "", operators())
-            guess = guess or "name one of these, or --load its module"
-            raise UsageError(f"operator is {self.op!r}; allowed are {', '.join(operators())}: {guess}")
+        one_of("operator", self.op, operators(), "name one of these, or --load its module")
+        kind = operators()[self.op or ""].problem
         required = kind.required()
         if lacking := [name for name in required if name not in self.given]:
             raise UsageError(f"{self.op} lacks {flags(lacking)}; it needs {flags(required)}: give them all")
-        values = {name: self._typed(name, value) for name, value in self.given.items()}
+        # An option may be a number for one operator and a word for another.
+        numbers = {field.name for field in fields(kind) if _is_number(field)}
+        values = {name: whole(value) if name in numbers else value for name, value in self.given.items()}
         return problem_from_dict({"op": self.op, "world_size": world_size} | values)
-
-    def _kind(self) -> type[Problem] | None:
-        operator = operators().get(self.op or "")
-        return operator.problem if operator else None
-
-    def _typed(self, name: str, value: Any) -> Any:
-        """Converts a value to this operator's type; an option may be a number for one operator and a word for another."""
-        kind = self._kind()
-        own = next((field for field in fields(kind) if field.name == name), None) if kind else None
-        return whole(value) if own and _is_number(own) else value
 
     def only_world_size(self, because: str) -> None:
         """Raises UsageError with the reason `because` if any option other than --world-size is given."""
@@ -184,12 +174,10 @@ class DeployOptions:
     ] = None
 
     def check(self) -> None:
-        """Raises UsageError for values that are invalid on every machine."""
         self._asked(Conditions())
 
     @property
     def given(self) -> bool:
-        """Whether any condition was given."""
         return (self.mode, self.l2, self.skew) != (None, None, None)
 
     def conditions(self, hardware: Hardware) -> Conditions:
@@ -216,7 +204,6 @@ class ShapesOptions:
     shapes: Shapes = None
 
     def check(self) -> None:
-        """Raises UsageError for a file that cannot be read, or whose content is invalid on every machine."""
         if self.shapes is not None:
             read_shapes(self.shapes, 1)
 
@@ -230,7 +217,6 @@ class LimitedOptions(ShapesOptions):
     ] = None
 
     def check(self) -> None:
-        """Raises UsageError for a file or a time that no machine allows."""
         super().check()
         Settings(timeout_s=seconds_of(self.timeout))
 
@@ -242,9 +228,7 @@ def check_variants(names: Sequence[str] | None) -> None:
     declared = [operators()[op]] if op and op in operators() else operators().values()
     variants = dict.fromkeys(name for operator in declared for name in operator.variants)
     for name in names or ():
-        if name not in variants:
-            guess = did_you_mean(name, variants) or "give some of these as --variants"
-            raise UsageError(f"variant is {name!r}; allowed are {', '.join(variants)}: {guess}")
+        one_of("variant", name, variants, "give some of these as --variants")
 
 
 @dataclass(frozen=True)
@@ -283,7 +267,6 @@ class SearchOptions(ShapesOptions):
     ] = False
 
     def check(self) -> None:
-        """Raises UsageError for settings that are invalid for every problem and machine."""
         if not self.misses:  # the command refuses both together, whatever the file contains
             super().check()
         self.settings()
@@ -292,9 +275,7 @@ class SearchOptions(ShapesOptions):
     def settings(self) -> Settings:
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"seed is {self.seed}; it must be from 0 to {MAX_SEED}: give another --seed")
-        if self.sampler is not None and self.sampler not in SAMPLERS:
-            guess = did_you_mean(self.sampler, SAMPLERS) or "give one of these as --sampler"
-            raise UsageError(f"sampler is {self.sampler!r}; allowed are {', '.join(SAMPLERS)}: {guess}")
+        one_of("sampler", self.sampler, SAMPLERS)
         values: dict[str, Any] = {
             "trials": self.trials,
             "seed": self.seed,
@@ -327,14 +308,11 @@ class OperatorsOptions:
     ] = None
 
     def check(self) -> None:
-        """Raises UsageError for an unknown operator."""
-        if unknown := [op for op in self.ops or [] if op not in operators()]:
-            guess = did_you_mean(unknown[0], operators()) or "name these, none for all, or --load its module"
-            raise UsageError(f"operator is {unknown[0]!r}; allowed are {', '.join(operators())}: {guess}")
+        for op in self.ops or []:
+            one_of("operator", op, operators(), "name these, none for all, or --load its module")
 
     @property
     def operators(self) -> list[str]:
-        """The named operators, or all."""
         return list(dict.fromkeys(self.ops or operators()))
 
 
@@ -370,8 +348,20 @@ class OutputOptions:
         if not self.as_json:
             print(text)
 
+    def answer(
+        self, table: Callable[[], RenderableType] | str | None, make: Callable[[], Iterable[Any]], *, ok: bool = True,
+        about: Mapping[str, Any] | None = None,
+    ) -> int:  # fmt: skip
+        """Prints a table or a text if there is one, or with `--json` the document, and returns the exit code."""
+        if isinstance(table, str):
+            self.plain(table)
+        elif table is not None:
+            self.show(table)
+        self.document(make, ok=ok, about=about)
+        return 0 if ok else 1
+
     def document(
-        self, make: Callable[[], Sequence[Any]], *, ok: bool = True, about: Mapping[str, Any] | None = None
+        self, make: Callable[[], Iterable[Any]], *, ok: bool = True, about: Mapping[str, Any] | None = None
     ) -> None:
         """Prints the document if `--json` is given: `make` returns its results, `about` their common properties."""
         if self.as_json:
@@ -391,7 +381,6 @@ class MachineOptions(OutputOptions):
     ] = None
 
     def check(self) -> None:
-        """Raises UsageError for an unknown backend, and for a path or URL that cannot be a database."""
         self.backends()
         if self.db is not None:
             from autotax.db.url import resolve_url
@@ -407,8 +396,7 @@ class MachineOptions(OutputOptions):
         """The backends to include: the named one, or all. This machine need not have them."""
         from autotax.hardware import BACKENDS
 
-        if self.backend is not None and self.backend not in BACKENDS:
-            raise UsageError(f"backend is {self.backend!r}; allowed are {', '.join(BACKENDS)}: give one of these as --backend")
+        one_of("backend", self.backend, BACKENDS, guess=False)
         return [self.backend] if self.backend else list(BACKENDS)
 
     @property
@@ -427,11 +415,11 @@ class MachineOptions(OutputOptions):
 
 
 command = ""
-"""The current command, for its document; see `cli.parsing`."""
+"""The current command, for its document; see `cli.app`."""
 answers: TextIO | None = None
 """The stream of the document, while what modules from outside print goes to stderr."""
 op: str | None = None
-"""The operator that the command line names, if any; see `cli.parsing`."""
+"""The operator that the command line names, if any; see `cli.app`."""
 
 
 def print_document(content: dict[str, Any]) -> None:
@@ -468,6 +456,11 @@ def names_of(text: str | None) -> tuple[str, ...] | None:
     if not names:
         raise UsageError(f"variants is {text!r}; it must be names with commas between: give some as --variants")
     return names
+
+
+def spelled(op: str, values: Mapping[str, Any]) -> str:
+    """An operator and options: `all-gather-gemm --m 512 ...`."""
+    return " ".join([op, *(f"{flags([name])} {value}" for name, value in values.items())])
 
 
 def flags(names: Iterable[str]) -> str:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotax.cli.messages import say
-from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flags
+from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flags, spelled
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, with_world_size
+from autotax.operators import of as operator_of
 from autotax.operators import operators
 from autotax.operators.problem_files import read_shapes
 
@@ -50,24 +51,20 @@ def check(problems: Sequence[Problem], hardware: Hardware) -> None:
 
 def expected_on_cpu(problem: Problem, trials: int) -> float:
     """Estimated seconds of CPU ranks for a problem, from its size relative to its operator's example."""
-    from autotax.operators import of as operator_of
-
     example = operator_of(problem).examples.get(False)
     return trials * CPU_TRIAL_S * (max(1.0, problem.nbytes / (CPU_FREE * example.nbytes)) if example else 1.0)
 
 
 def warn_of_slow_ranks(problem: Problem, hardware: Hardware, trials: int) -> None:
     """Warns if CPU ranks will take longer than a minute for a problem, and suggests a small one."""
-    from autotax.operators import of as operator_of
-
     example = operator_of(problem).examples.get(False)
     if hardware.on_gpu or example is None:
         return
     seconds = expected_on_cpu(problem, trials)
     if seconds <= PATIENCE_S:
         return
-    sizes = (f"--{name.replace('_', '-')} {value}" for name, value in example.to_dict().items() if name not in NOT_SIZES)
-    small = f"{example.op} {' '.join(sizes)} --trials {CPU_PAIR_TRIALS}"
+    sizes = {name: value for name, value in example.to_dict().items() if name not in NOT_SIZES}
+    small = f"{spelled(example.op, sizes)} --trials {CPU_PAIR_TRIALS}"
     minutes = round(seconds / 60)
     about = f"about {minutes} minute{'s' * (minutes > 1)}"
     about = about if seconds < HOPELESS_S else "hours, and most trials may exceed their time limit"
@@ -83,13 +80,9 @@ def usual_pair(what: ProblemOptions, hardware: Hardware) -> list[Problem]:
 
 
 def missed(
-    what: ProblemOptions,
-    deployed: DeployOptions,
-    how: SearchOptions,
-    where: MachineOptions,
-    hardware: Hardware,
+    what: ProblemOptions, deployed: DeployOptions, how: SearchOptions, where: MachineOptions, hardware: Hardware,
     settings: Settings,
-) -> list[Job]:
+) -> list[Job]:  # fmt: skip
     """The problems that programs on this hardware looked up without success, each with its conditions, most frequent first."""
     conflicting = {"op": what.op, "shapes": how.shapes, **what.given}
     conflicting |= {"mode": deployed.mode, "l2": deployed.l2, "skew": deployed.skew}

@@ -38,7 +38,6 @@ class RefreshOptions(LimitedOptions):
     ] = None
 
     def check(self) -> None:
-        """Raises UsageError for settings that no machine allows."""
         super().check()
         Settings(soak=self.soak)
         if seconds_of(self.each, "each") == 0:

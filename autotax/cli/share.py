@@ -25,7 +25,6 @@ class ExportOptions(OperatorsOptions):
     anonymous: Annotated[bool, flag("--anonymous", "Leave out who tuned each winner.")] = False
 
     def check(self) -> None:
-        """Raises UsageError for an unknown operator, or if no file is given."""
         super().check()
         if self.output is None:
             raise UsageError("no file given; a path is needed: give one as --output")
@@ -46,7 +45,6 @@ class ImportOptions:
     ] = None
 
     def check(self) -> None:
-        """Raises UsageError for a file that cannot be read, or if none is given."""
         if self.file is None:
             raise UsageError("no file given; a file of `autotax export` is needed: name one")
         require_readable(self.file, "nothing was imported; give a file of `autotax export`")
@@ -59,7 +57,7 @@ class ImportOptions:
 
 def export(to: ExportOptions, where: MachineOptions) -> int:
     """Write winners to a JSON file, with where, when, by whom and with which software each was tuned."""
-    from autotax.db.file_format import write
+    from autotax.db.formats import write
     from autotax.db.url import shown
     from autotax.report import documents, tables
 
@@ -69,20 +67,18 @@ def export(to: ExportOptions, where: MachineOptions) -> int:
         if not entries:
             raise UsageError(f"database {shown(store.url)} holds no winners of {', '.join(ops)}: tune some, or give another --db")
     write(path, entries, anonymous=to.anonymous)
-    where.show(lambda: tables.exported(path, entries))
-    where.document(lambda: documents.of_entries(entries), about={"file": str(path)})
-    return 0
+    about = {"file": str(path)}
+    return where.answer(lambda: tables.exported(path, entries), lambda: list(map(documents.of_entry, entries)), about=about)
 
 
 def import_(source: ImportOptions, where: MachineOptions) -> int:
     """Merge the winners of an exported file into the database. On conflict the better proven winner stays."""
-    from autotax.db.file_format import read
+    from autotax.db.formats import read
     from autotax.report import documents, tables
 
     backends = where.backends()
     entries = [entry for entry in read(source.path) if entry.winner.hardware.backend in backends]
     with where.store(create=True) as store:
         outcomes = store.merge(entries, source.path.name)
-    where.show(lambda: tables.imported(source.path, outcomes))
-    where.document(lambda: documents.of_import(outcomes), about={"file": str(source.path)})
-    return 0
+    about = {"file": str(source.path)}
+    return where.answer(lambda: tables.imported(source.path, outcomes), lambda: documents.of_import(outcomes), about=about)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from autotax.cli.messages import INTERRUPTED, closing, public_url, say
-from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flag, flags, number, word
+from autotax.cli.options import (
+    DeployOptions,
+    MachineOptions,
+    ProblemOptions,
+    SearchOptions,
+    flag,
+    flags,
+    number,
+    one_of,
+    spelled,
+    word,
+)
 from autotax.cli.problem_selection import (
     CPU_PAIR_TRIALS,
     GPU_PAIR_TRIALS,
@@ -28,13 +40,13 @@ from autotax.core.errors import UsageError
 from autotax.core.problem import MAX_WORLD_SIZE, Problem
 from autotax.engines.architectures import ASKED, Architecture, asked_by, read_architecture, tokens_of
 from autotax.hardware import absent
+from autotax.operators import of as operator_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from autotax.cli.problem_selection import Job
     from autotax.db import Store
-    from autotax.db.lookup import Answer
     from autotax.hardware import Hardware
     from autotax.runner import LiveRunner
     from autotax.tuner import Verdict
@@ -75,13 +87,11 @@ class ModelOptions:
     ] = None
 
     def check(self) -> None:
-        """Raises UsageError for a config or numbers of tokens that are invalid on every machine."""
         values = {"tp": self.tp, "tokens": self.tokens, "train": self.train or None, "split": self.split or None}
         values["for"] = self.engine
         if self.model is None and (names := [name for name, value in values.items() if value is not None]):
             raise UsageError(f"{flags(names)} given without --model: name a config.json, or take the others out")
-        if self.engine is not None and self.engine not in ASKED:
-            raise UsageError(f"for is {self.engine!r}; allowed are {', '.join(ASKED)}: give one of these as --for")
+        one_of("for", self.engine, ASKED, guess=False)
         if self.hardware is not None:
             if not self.dry_run:
                 raise UsageError("--hardware given without --dry-run; another machine can only be planned for: add --dry-run")
@@ -200,9 +210,7 @@ def flags_of(conditions: Conditions, hardware: Hardware) -> str:
 
 
 def command_line(problem: Problem) -> str:
-    """A problem as command-line text: `all-gather-gemm --m 512 ...`."""
-    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in problem.to_dict().items() if name != "op")
-    return f"{problem.op} {options}"
+    return spelled(problem.op, {name: value for name, value in problem.to_dict().items() if name != "op"})
 
 
 def _show(verdict: Verdict, store: Store, where: MachineOptions, resumed: bool) -> None:
@@ -230,8 +238,6 @@ def _show(verdict: Verdict, store: Store, where: MachineOptions, resumed: bool) 
 
 def _must_work(verdict: Verdict, variants: Sequence[str]) -> list[str]:
     """The variants that failed in all trials, if they come from outside the package or were named."""
-    from autotax.operators import of as operator_of
-
     declared = operator_of(verdict.problem).variants
     failed = [failed.variant for failed in verdict.failed if failed.variant in declared]
     return [name for name in failed if name in variants or not declared[name].module.startswith("autotax.")]
@@ -265,44 +271,21 @@ def verdict_documents(verdicts: Sequence[Verdict], problems: Sequence[Problem], 
 
 # The plan that --dry-run prints.
 
-@dataclass(frozen=True)
-class Planned:
-    """A problem of the plan: the layers that need it, today's look-up and the expected time."""
-
-    problem: Problem
-    layers: str
-    trials: int
-    answer: Answer
-    expected_s: float
-    basis: str
-
-
-def plan(jobs: Sequence[Job], layers: Mapping[Problem, str], hardware: Hardware, where: MachineOptions) -> list[Planned]:
-    """The jobs in their order. Measures nothing, and creates no database."""
+def plan(jobs: Sequence[Job], layers: Mapping[Problem, str], hardware: Hardware, where: MachineOptions) -> list[dict[str, Any]]:
+    """The document of each job: the layers that need it, today's look-up and the expected time. Measures nothing."""
     from autotax.db.lookup import peek
 
     recorded = _recorded(where, hardware)
     planned = []
     for problem, settings in jobs:
         seconds, basis = _expected(problem, settings.trials, hardware, recorded)
-        if settings.timeout_s is not None:
-            seconds = min(seconds, settings.timeout_s)
+        seconds = seconds if settings.timeout_s is None else min(seconds, settings.timeout_s)
         answer = peek(problem, hardware=hardware, db=where.db, conditions=settings.conditions)
-        planned.append(Planned(problem, layers.get(problem, ""), settings.trials, answer, seconds, basis))
+        planned.append({
+            "problem": problem.to_dict(), "layers": layers.get(problem, ""), "trials": settings.trials, "match": answer.match,
+            "variant": answer.variant, "expected_s": seconds, "basis": basis,
+        })  # fmt: skip
     return planned
-
-
-def document(planned: Planned) -> dict[str, Any]:
-    """The document of a planned problem for `--json`."""
-    return {
-        "problem": planned.problem.to_dict(),
-        "layers": planned.layers,
-        "trials": planned.trials,
-        "match": planned.answer.match,
-        "variant": planned.answer.variant,
-        "expected_s": round(planned.expected_s, 1),
-        "basis": planned.basis,
-    }
 
 
 def _expected(problem: Problem, trials: int, hardware: Hardware, recorded: Mapping[str, float]) -> tuple[float, str]:
@@ -321,16 +304,11 @@ def _expected(problem: Problem, trials: int, hardware: Hardware, recorded: Mappi
 def _recorded(where: MachineOptions, hardware: Hardware) -> dict[str, float]:
     """Seconds for a trial, by operator: the median over the runs on this hardware that ended."""
     with where.store(create=False) as store:
-        trials = store.trials(hardware=hardware)
-    runs = {trial.run.id: trial.run for trial in trials if trial.run is not None and trial.run.ended_at is not None}
-    counts: dict[int, int] = {}
-    for trial in trials:
-        if trial.run is not None:
-            counts[trial.run.id] = counts.get(trial.run.id, 0) + 1
-    rates: dict[str, list[float]] = {}
-    for run_id, run in runs.items():
-        assert run.ended_at is not None
-        rates.setdefault(run.problem.op, []).append((run.ended_at - run.started_at).total_seconds() / counts[run_id])
+        runs = [trial.run for trial in store.trials(hardware=hardware) if trial.run is not None]
+    counts, rates = Counter(run.id for run in runs), defaultdict[str, list[float]](list)
+    for run in {run.id: run for run in runs}.values():
+        if run.ended_at is not None:
+            rates[run.problem.op].append((run.ended_at - run.started_at).total_seconds() / counts[run.id])
     return {op: statistics.median(seconds) for op, seconds in rates.items()}
 
 
@@ -338,25 +316,26 @@ def _planned(
     jobs: Sequence[Job], layers: dict[Problem, str], notes: Sequence[str], hardware: Hardware, where: MachineOptions
 ) -> int:
     planned = plan(jobs, layers, hardware, where)
-    where.show(lambda: _plan_table(planned, hardware, notes))
-    about = {"expected_s": round(sum(problem.expected_s for problem in planned), 1), "notes": list(notes)}
-    where.document(lambda: [document(problem) for problem in planned], about=about)
-    return 0
+    problems = [problem for problem, _ in jobs]
+    about = {"expected_s": round(sum(row["expected_s"] for row in planned), 1), "notes": list(notes)}
+    rounded = [row | {"expected_s": round(row["expected_s"], 1)} for row in planned]
+    return where.answer(lambda: _plan_table(problems, planned, hardware, notes), lambda: rounded, about=about)
 
 
-def _plan_table(planned: Sequence[Planned], hardware: Hardware, notes: Sequence[str]) -> Table:
+def _plan_table(
+    problems: Sequence[Problem], planned: Sequence[dict[str, Any]], hardware: Hardware, notes: Sequence[str]
+) -> Table:
     """The problems of a plan, one line each, with today's look-up and the expected time."""
     from autotax.report.formatting import columns, duration, grid, number, place
 
-    basis = dict.fromkeys(problem.basis for problem in planned)
-    expected = duration(sum(problem.expected_s for problem in planned))
+    basis = dict.fromkeys(row["basis"] for row in planned)
+    expected = duration(sum(row["expected_s"] for row in planned))
     whole = f"expected: {expected} for {number(len(planned), 'problem')}, by {' and '.join(basis)}"
     table = grid("plan", place(hardware), whole, *notes)
-    asking = any(problem.layers for problem in planned)
+    asking = any(row["layers"] for row in planned)
     columns(table, "problem", *(["layers"] if asking else []), "trials>", "look-up today", "expected>")
-    for problem in planned:
-        layers = [problem.layers] if asking else []
-        today = f"{problem.answer.match}: {problem.answer.variant}"
-        title = f"{problem.problem.op} {problem.problem.brief()}"
-        table.add_row(title, *layers, str(problem.trials), today, duration(problem.expected_s))
+    for problem, row in zip(problems, planned, strict=True):
+        layers = [row["layers"]] if asking else []
+        today = f"{row['match']}: {row['variant']}"
+        table.add_row(f"{problem.op} {problem.brief()}", *layers, str(row["trials"]), today, duration(row["expected_s"]))
     return table

@@ -1,5 +1,4 @@
-"""Conditions under which a call is made in deployment, and therefore tuned. Figures of different conditions cannot be compared.
-"""
+"""Conditions under which a call is made in deployment, and therefore tuned. Figures of different conditions do not compare."""
 
 from __future__ import annotations
 
@@ -26,9 +25,7 @@ class Conditions:
     l2: str = "cold"
     """`cold`: inputs rotate, so that no call finds its inputs in the L2. `warm`: all calls take the same inputs."""
     skew_us: float = 0.0
-    """Each rank arrives at each sample late by a random time of up to `skew_us` microseconds; 0: all ranks together. The value
-    has six digits, as in `key`.
-    """
+    """Each rank arrives at each sample late by a random time of up to so many microseconds, to six digits; 0: all together."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -52,9 +49,7 @@ class Conditions:
 
     @property
     def launch(self) -> str:
-        """How calls are launched in deployment: `graph` or `eager`. Winners proven in place and winners proven back to back both
-        hold for captured calls.
-        """
+        """How calls are launched in deployment: `graph` or `eager`. Calls in place are captured, too."""
         return "eager" if self.mode == "eager" else "graph"
 
     @property
@@ -77,9 +72,7 @@ class Conditions:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Conditions:
-        """Reads the conditions of a stored trial, ignoring other fields. Fields that older trials lack get the usual values of a
-        GPU.
-        """
+        """Reads the conditions of a stored trial, ignoring other fields. Fields that it lacks get the usual values of a GPU."""
         l2 = data.get("l2", "cold")
         return cls(data.get("mode", "graph"), l2 if l2 in CACHES else "cold", float(data.get("skew_us", 0.0)))
 

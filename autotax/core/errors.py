@@ -19,11 +19,7 @@ class UsageError(ValueError):
 
 
 class MachineError(RuntimeError):
-    """The machine fails for every config: a full disk, a database that can no longer be written.
-
-    No config causes it, so it is never stored as the outcome of a config. Commands exit with code 1; the same command goes on
-    later.
-    """
+    """The machine fails for every config, as with a full disk: no config's outcome. Commands exit with 1 and may go on later."""
 
 
 # Limits of the machine, which any line of a program may meet.
@@ -55,10 +51,8 @@ def out_of_memory() -> str:
 
 
 def limit_met(error: BaseException) -> str | None:
-    """One line about the limit of the machine that caused an error: open files, memory, processes, or an installation that has
-    gone. None if none did.
-    """
-    for cause in _causes(error):
+    """One line about the limit (files, memory, processes) or the missing installation that caused an error; None if none did."""
+    for cause in causes(error):
         if isinstance(cause, MemoryError) or "failed to map segment" in str(cause):  # the dynamic linker's words
             return out_of_memory()
         if isinstance(cause, ImportError):
@@ -73,7 +67,7 @@ def limit_met(error: BaseException) -> str | None:
     return None
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
     """An error and what caused it, the last first."""
     seen: BaseException | None = error
     while seen is not None:

@@ -45,9 +45,7 @@ def size(
     default: Any = MISSING,
     unnamed: bool = False,
 ) -> Any:
-    """A whole number from `least` to `most`. A model changes `varying` sizes from call to call; the others are its
-    architecture. `unnamed`: see `choice`.
-    """
+    """A whole number. A model changes `varying` sizes from call to call; others are its architecture. `unnamed`: see `choice`."""
     metadata = {"about": about, "least": least, "most": most, "varying": varying}
     return field(default=default, metadata=metadata | ({"unnamed": default} if unnamed else {}))
 
@@ -165,14 +163,46 @@ class Problem(ABC):
                 yield entry
 
     def brief(self) -> str:
-        """The problem in a few words: its sizes, and fields that differ from their defaults. Callers show operator and ranks
-        separately.
-        """
+        """The problem in a few words, without operator and ranks: its sizes, and fields that differ from their defaults."""
         shown = [entry for entry in self._named() if entry.default is MISSING or getattr(self, entry.name) != entry.default]
         return ", ".join(f"{entry.name} {getattr(self, entry.name)}" for entry in shown if entry.name != "world_size")
 
+    def with_unusual(self, text: str, *names: str) -> str:
+        """The text, and the fields of these names that differ from their defaults, for `brief`."""
+        defaults = {entry.name: entry.default for entry in fields(self)}
+        return text + "".join(f", {name} {getattr(self, name)}" for name in names if getattr(self, name) != defaults[name])
+
     def __str__(self) -> str:
         return self.key
+
+
+# Checks that operators share
+
+
+def require_divided(problem: Any, heads: str, *, scattered: bool = False) -> None:
+    """Raises UsageError unless the ranks can share out these heads, as a `scattered` output needs."""
+    count, ranks = getattr(problem, heads), problem.world_size
+    if count % ranks:
+        subject, remedy = ("with --output head_scatter it", ", or --output replicated") if scattered else ("it", "")
+        raise UsageError(
+            f"{heads} is {count} on {ranks} ranks; {subject} must be a multiple of the world size: "
+            f"give another {_option(heads)} or --world-size{remedy}"
+        )
+
+
+def require_grouped(problem: Any) -> None:
+    """Raises UsageError unless each KV head serves equally many query heads."""
+    if problem.q_heads % problem.kv_heads:
+        raise UsageError(
+            f"q_heads is {problem.q_heads} and kv_heads {problem.kv_heads}; q_heads must be a multiple of kv_heads: "
+            "give another --q-heads or --kv-heads"
+        )
+
+
+def require_countable(problem: Any) -> None:
+    """Raises UsageError if a tensor [batch, heads, head_dim] has more elements than 32 bits count."""
+    if (elements := problem.batch * problem.heads * problem.head_dim) > _MAX_SIZE:
+        raise UsageError(f"batch x heads x head_dim is {elements}; it must be at most {_MAX_SIZE}: give a smaller --batch")
 
 
 def with_world_size(problem: P, world_size: int) -> P:

@@ -56,16 +56,12 @@ class Settings:
     trials: int = 60
     timeout_s: float | None = None
     ends_below: float | None = None
-    """The search ends when the expected gain of the next eight trials is below this share; None: it uses its whole budget. Only
-    the sampler `gp` estimates the gain.
-    """
+    """The search ends when eight more trials should gain less than this share; None: never. Only sampler `gp` estimates it."""
     sampler: str | None = None
     """None: `gp` if there is a trained prior for the operator and the devices, else `tpe`."""
     seed: int = 0
     paired: bool = False
-    """Whether each trial is measured in one job with the incumbent: this gives finer figures and takes about twice the time for a
-    trial that is already compiled.
-    """
+    """Whether each trial is measured in one job with the incumbent: finer figures, in about twice the time."""
     resume: bool = True
     variants: tuple[str, ...] | None = None
     conditions: Conditions | None = None
@@ -98,9 +94,7 @@ class Settings:
         return cls(**{"trials": trials, "ends_below": ends_below} | overrides)
 
     def on(self, hardware: Hardware) -> Settings:
-        """These settings with the machine's defaults filled in. Raises UsageError for conditions that the machine does not
-        support.
-        """
+        """These settings with the machine's defaults filled in. Raises UsageError for conditions that it does not support."""
         usual_soak = GPU_SOAK if hardware.on_gpu else CPU_SOAK
         return replace(
             self,
@@ -109,19 +103,10 @@ class Settings:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "trials": self.trials,
-            "timeout_s": self.timeout_s,
-            "ends_below": self.ends_below,
-            "sampler": self.sampler,
-            "seed": self.seed,
-            "paired": self.paired,
-            "resume": self.resume,
+        return vars(self) | {
             "variants": list(self.variants) if self.variants else None,
             "conditions": self.conditions.to_dict() if self.conditions else None,
-            "soak": self.soak,
             "host": self.host or socket.gethostname(),
-            "proof": self.proof,
         }
 
     @classmethod

@@ -129,9 +129,7 @@ class Space:
         return self.variants[config.variant].why_not(config)
 
     def seeds(self) -> list[Config]:
-        """Configs worth trying first: the default of each variant, then the second seed of each, and so on. So a search of few
-        trials tries several seeds of every variant.
-        """
+        """Configs worth trying first: the default of each variant, then the second seed of each, and so on."""
         firsts = [self.default(name) for name in self.variants]
         rounds = zip_longest(*(dict.fromkeys(variant.seeds) for variant in self.variants.values()))
         others = [seed for seeds in rounds for seed in seeds if seed and seed in self]

@@ -1,8 +1,4 @@
-"""SQLite files: inspects a file before anything is written to it, and opens it.
-
-A path can name any file. `table_names` inspects it without side effects: a connection that may write would create files next to
-another program's database.
-"""
+"""Opens databases, after a look at SQLite files without side effects, and turns their errors into one line."""
 
 from __future__ import annotations
 
@@ -10,14 +6,111 @@ import errno
 import os
 import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import sqlalchemy
 from sqlalchemy import Connection, Engine, QueuePool, StaticPool, case, create_engine, event, insert, select, update
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
-from autotax.db.errors import Unusable, opening
+from autotax.core.errors import MachineError, UsageError
+from autotax.core.files import Malformed
 from autotax.db.schema import CURRENT, PREFIX, SCHEMA_VERSION, Base, Meta, TrialRow, WinnerRow
-from autotax.db.url import sqlite_path
+from autotax.db.url import VARIABLE, shown, sqlite_path, without_secrets
+
+# Errors. A database that cannot be opened is a UsageError, because the user named it. A full or failing disk, and failures during
+# a run, are MachineErrors; the same command later goes on from the stored state.
+
+ELSEWHERE = f"give another --db or {VARIABLE}"
+_AGAIN = "run the same command again; what was measured so far is kept"
+_BUGS = (IntegrityError, DataError)
+
+
+class Unusable(Exception):
+    """Describes a defect of a database in a few words that follow its name, and a remedy."""
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(what)
+        self.remedy = remedy
+
+
+class DatabaseBusy(MachineError):
+    """Another process kept the database locked for longer than the timeout. The same call may succeed a little later."""
+
+
+@contextmanager
+def opening(url: str) -> Iterator[None]:
+    """Turns errors of a database or its driver into a UsageError or, of a disk, a MachineError. Violated constraints pass."""
+    try:
+        yield
+    except Exception as error:
+        _refuse_rows(url, error)
+        if isinstance(error, Unusable):
+            remedies = ", or ".join(filter(None, [error.remedy, ELSEWHERE]))
+            raise UsageError(f"database {shown(url)} {error}: {remedies}") from None
+        if (complaint := _complaint(url, error)) is None:
+            raise
+        if "disk is full" in complaint or "disk I/O error" in complaint:
+            raise MachineError(f"database {shown(url)} {_failed(complaint)}, or {ELSEWHERE}") from error
+        raise UsageError(f"database {shown(url)} {_unopened(complaint)}") from error
+
+
+@contextmanager
+def failing(url: str) -> Iterator[None]:
+    """Turns errors of an open database, of Optuna's storage too, into a MachineError, or a DatabaseBusy if waiting helps."""
+    try:
+        yield
+    except Exception as error:
+        _refuse_rows(url, error)
+        if isinstance(error, Unusable):
+            raise MachineError(f"database {shown(url)} {error}: {error.remedy} and {_AGAIN}") from None
+        if (complaint := _complaint(url, error)) is None:
+            raise
+        if _is_busy(complaint):
+            raise DatabaseBusy(f"database {shown(url)} is kept locked by another process: end that one and {_AGAIN}") from error
+        raise MachineError(f"database {shown(url)} {_failed(complaint)} and {_AGAIN}") from error
+
+
+def _refuse_rows(url: str, error: Exception) -> None:
+    """Raises a UsageError for a malformed row: a row that this program did not write is bad input at any time."""
+    if isinstance(error, Malformed):
+        complaint = f"holds a row that is malformed ({error})"
+        raise UsageError(f"database {shown(url)} {complaint}: mend or remove it, or {ELSEWHERE}") from None
+
+
+def _complaint(url: str, error: BaseException | None) -> str | None:
+    """The message of a database or its driver, on one line. None if the error has another source, or is a bug of this package."""
+    if type(error).__name__ == "StorageInternalError":  # an error of Optuna, which is not imported just for this class
+        error = error and error.__cause__
+    if isinstance(error, DBAPIError) and not isinstance(error, _BUGS):
+        error = error.orig
+    elif not isinstance(error, sqlite3.Error):
+        return None
+    return " ".join(without_secrets(url, str(error)).split())[:300]
+
+
+def _is_busy(said: str) -> bool:
+    return "locked" in said
+
+
+def _unopened(said: str) -> str:
+    if _is_busy(said):
+        return f"is kept locked by another process: end that one, or {ELSEWHERE}"
+    if "readonly" in said or "unable to open" in said:
+        return f"cannot be written ({said}); it needs a writable file and folder: {ELSEWHERE}"
+    return f"cannot be used ({said}): mend it, or {ELSEWHERE}"
+
+
+def _failed(said: str) -> str:
+    if "disk is full" in said:
+        return f"cannot be written any more ({said}): free space on its disk"
+    if "disk I/O error" in said:
+        return f"cannot be written any more ({said}): see that its disk works and has space"
+    return f"cannot be used any more ({said}): mend it"
+
+
+# SQLite files. A path can name any file, and a connection that may write would create files next to another program's database.
 
 BUSY_SECONDS = 30.0
 
@@ -70,9 +163,7 @@ def create_file(path: Path) -> None:
 
 
 def connect_file(path: Path, *, writes: bool) -> sqlite3.Connection:
-    """A connection whose transactions are controlled by SQLAlchemy. It never creates a missing file: a file that vanishes during
-    a run must not come back empty.
-    """
+    """A connection whose transactions SQLAlchemy controls. It creates no file: one that vanishes must not come back empty."""
     if writes:
         return _connect(path, "mode=rw")
     # Even readers create a WAL file and remove it again. Without write permission or space this fails, or leaves a log that the
@@ -91,8 +182,7 @@ def connect_file(path: Path, *, writes: bool) -> sqlite3.Connection:
 
 
 def use_wal(path: Path) -> None:
-    """Switches the file to WAL mode: readers and one writer at a time do not wait for each other. The mode is stored in the file.
-    """
+    """Switches the file to WAL mode, for good: readers and one writer at a time do not wait for each other."""
     deadline = time.monotonic() + BUSY_SECONDS
     connection = _connect(path, "mode=rw")
     try:
@@ -143,9 +233,7 @@ def _takes_no_log(error: sqlite3.DatabaseError) -> bool:
 
 
 def _connect_without_log(path: Path) -> sqlite3.Connection:
-    """A connection for readers on a full disk. A file without a log, or with an empty log, is opened as immutable; a file with a
-    log is opened exclusively.
-    """
+    """A connection for readers on a full disk: exclusive if the file has a log, else as immutable."""
     logged = _beside(path, "-wal").exists() and _beside(path, "-wal").stat().st_size > 0
     connection = _connect(path, "mode=rw" if logged else "mode=ro&immutable=1")
     if logged:  # then SQLite keeps the index of the log in memory
@@ -222,7 +310,11 @@ def open_engine(url: str, *, create: bool) -> Engine | None:
             return None
         if path and create:
             create_file(path)
-        engine = _sqlite_engine(path, writes=create) if path else _with_one_writer(create_engine(url))
+        if path:
+            engine = create_engine("sqlite://", creator=lambda: connect_file(path, writes=create), poolclass=QueuePool)
+        else:
+            engine = create_engine(url)
+        _let_one_write(engine)
         try:
             if create:
                 _make_ready(engine, path)
@@ -270,9 +362,7 @@ def _server_has_tables(url: str) -> bool:
 
 
 def _make_ready(engine: Engine, path: Path | None) -> None:
-    """Creates the tables of the current schema and checks that the database is writable. One transaction does it all, so of two
-    processes only one does the work.
-    """
+    """Creates the tables if need be and checks that the database is writable, in one transaction: of two processes one works."""
     with writing(engine).begin() as connection:
         if not sqlalchemy.inspect(connection).has_table(Meta.__tablename__):
             Base.metadata.create_all(connection)
@@ -288,9 +378,7 @@ def _make_ready(engine: Engine, path: Path | None) -> None:
 
 
 def _replace_former_digests(connection: Connection) -> None:
-    """Replaces former digests by current ones of the same code, once for each database, because the keys of winners contain
-    digests.
-    """
+    """Replaces former digests, which are in the keys of winners, by current ones of the same code, once for each database."""
     if connection.scalar(select(Meta.value).where(Meta.name == _DIGESTS["name"])):
         return
     for table in (TrialRow, WinnerRow):
@@ -310,12 +398,7 @@ def _check_version(connection: Connection) -> None:
     raise Unusable(complaint, "`autotax export` its winners with that version and `autotax import` them here")
 
 
-def _sqlite_engine(path: Path, *, writes: bool) -> Engine:
-    engine = create_engine("sqlite://", creator=lambda: connect_file(path, writes=writes), poolclass=QueuePool)
-    return _with_one_writer(engine)
-
-
-def _with_one_writer(engine: Engine) -> Engine:
+def _let_one_write(engine: Engine) -> None:
     file = engine.dialect.name == "sqlite"
     plain = "BEGIN" if file else None
 
@@ -324,8 +407,6 @@ def _with_one_writer(engine: Engine) -> Engine:
         locks = _writes(connection) and (file or connection.get_execution_options()["autotax_alone"])
         if statement := _ONE_WRITER.get(engine.dialect.name) if locks else plain:
             connection.exec_driver_sql(statement)
-
-    return engine
 
 
 def _watch(engine: Engine, path: Path) -> None:

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem, power_of_two
-from autotax.db.records import Place
-from autotax.db.staleness import differences
+from autotax.db.records import Place, differences
 from autotax.operators import registry
 
 
@@ -53,21 +52,15 @@ def representative(problem: Problem) -> Problem:
 
 
 def bucket_key(key: str) -> str:
-    """The key of a problem's bucket, from the key of the problem. Two problems have the same bucket exactly if the tuning of one
-    may serve the other.
-    """
+    """The key of a problem's bucket. Two problems have the same one exactly if the tuning of one may serve the other."""
     sizes = _sizes_of(key.partition("/")[0])
-    return sizes.sub(_its_end, key) if sizes else key
+    return sizes.sub(lambda match: _end(match[0]), key) if sizes else key
 
 
 def _family(key: str) -> str:
     """The key of a problem without its varying sizes."""
     sizes = _sizes_of(key.partition("/")[0])
     return sizes.sub("", key) if sizes else key
-
-
-def _its_end(match: re.Match[str]) -> str:
-    return _end(match[0])
 
 
 @lru_cache(maxsize=2**16)
@@ -111,7 +104,7 @@ class IndexedWinner(NamedTuple):
         return self.problem_key.partition("/")[0]
 
     def differences(self, here: Place) -> list[str]:
-        """The reasons why this winner does not hold here; empty if it does. See `autotax.db.staleness.differences`."""
+        """The reasons why this winner does not hold here; empty if it does. See `autotax.db.records.differences`."""
         return [f"its row in the database is malformed ({self.defect})"] if self.defect else differences(self, self.place, here)
 
 

@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,13 +21,14 @@ from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.core.terminal import printable
 from autotax.db.index import IndexedWinner, representative, spelled
-from autotax.db.records import MissRecord, Place
+from autotax.db.records import MissRecord, Place, same_devices
 from autotax.db.shipped import Source, forget_sources, sources
-from autotax.db.staleness import same_devices
 from autotax.db.store import Store
 from autotax.db.url import resolve_url
 from autotax.hardware import Hardware, detect
+from autotax.operators import registry
 from autotax.software import environment
+from autotax.spaces import space_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +73,6 @@ def invariant_answer(problem: Problem, here: Place, sources: Sequence[Source]) -
     Of such winners of any size, the config that won most often; without one, the first such seed. Raises UsageError where the
     operator has none.
     """
-    from autotax.operators import registry
-    from autotax.spaces import space_for
-
     operator, space = registry.of(problem), space_for(problem, here.hardware)
 
     def serves(config: Config) -> bool:
@@ -116,22 +114,29 @@ def _current(winners: Sequence[IndexedWinner], here: Place) -> list[IndexedWinne
 
 
 def _exact(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
-    for winner in _current(source.index.of_problem(problem.key), here):
-        config = winner.config
-        if why_not := _space_refuses(problem, here, config):
-            refused.append(f"{source.whose} winner of this problem does not fit: {why_not}")
-            continue
-        tuned = f"{source.origin}tuned for this problem" if source.origin else "tuned here"
-        return _tuned(winner, config, "exact", f"{tuned}; {_margin(winner)}")
+    tuned = f"{source.origin}tuned for this problem" if source.origin else "tuned here"
+    winners = _current(source.index.of_problem(problem.key), here)
+    for winner in _fitting(problem, here, winners, refused, f"{source.whose} winner of this problem does"):
+        return _tuned(winner, winner.config, "exact", f"{tuned}; {_margin(winner)}")
     return None
+
+
+def _fitting(
+    problem: Problem, here: Place, winners: Iterable[IndexedWinner], refused: list[str], subject: str
+) -> Iterator[IndexedWinner]:
+    """The winners whose configs can run a problem here. `refused` takes why others do not fit."""
+    for winner in winners:
+        if why_not := space_for(problem, here.hardware).why_not(winner.config):
+            refused.append(f"{subject} not fit: {why_not}")
+        else:
+            yield winner
 
 
 def _nearest(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
     for winner in _by_distance(problem, _current(source.index.of_bucket(problem.key), here)):
         config, sizes = winner.config, _sizes(winner.problem_key, problem)
         said = _difference(problem, sizes)
-        if why_not := _space_refuses(problem, here, config):
-            refused.append(f"the nearest winner, {said}, does not fit: {why_not}")
+        if not any(_fitting(problem, here, [winner], refused, f"the nearest winner, {said}, does")):
             continue
         if (expected := winner.interval_low * _kept_share(problem, sizes, config)) < LEAST_EXPECTED and config.variant != "bsp":
             refused.append(f"the nearest winner, {said}, is expected to be {expected:.2f}x as fast as BSP here")
@@ -152,8 +157,6 @@ def _kept_share(problem: Problem, sizes: dict[str, int], config: Config) -> floa
     Both times go with the operator's roofline. BSP multiplies whole tiles of all rows, the winner whole tiles of the rows of each
     rank.
     """
-    from autotax.operators import registry
-
     block = config.values.get("block_m")
     if set(sizes) != {"m"} or not isinstance(block, int):  # without tiles of its own, a winner goes with the vendor's GEMM
         return 1.0
@@ -170,19 +173,14 @@ def _kept_share(problem: Problem, sizes: dict[str, int], config: Config) -> floa
 def _stale(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
     """The answer from a stale winner. Winners of another backend are left out, because their kernels cannot run here."""
     winners = source.index.of_problem(problem.key)
-    for winner in _fewest_differences([w for w in winners if w.place.hardware.backend == here.hardware.backend], here):
-        config, differences = winner.config, ", ".join(winner.differences(here))
-        if why_not := _space_refuses(problem, here, config):
-            refused.append(f"{source.whose} stale winner of this problem does not fit: {why_not}")
-            continue
-        return _tuned(winner, config, "stale", f"{source.origin}tuned for this problem, but it is stale: {differences}")
+    possible = _fewest_differences([w for w in winners if w.place.hardware.backend == here.hardware.backend], here)
+    for winner in _fitting(problem, here, possible, refused, f"{source.whose} stale winner of this problem does"):
+        reason = f"{source.origin}tuned for this problem, but it is stale: {', '.join(winner.differences(here))}"
+        return _tuned(winner, winner.config, "stale", reason)
     return None
 
 
 def _fallback(problem: Problem, here: Place, sources: Sequence[Source], refused: list[str]) -> Answer:
-    from autotax.operators import registry
-    from autotax.spaces import space_for
-
     said = [source.empty for source in sources if source.empty]
     for source in sources:
         for winner in _fewest_differences(source.index.of_problem(problem.key), here)[:1]:
@@ -194,13 +192,6 @@ def _fallback(problem: Problem, here: Place, sources: Sequence[Source], refused:
     winners = [winner for source in sources for winner in source.index.of_problem(problem.key)]
     passed_over = any(same_devices(winner.place.hardware, here.hardware) for winner in winners)
     return Answer(config.variant, config.params, "fallback", None, f"{reason}; run `autotax tune`", passed_over)
-
-
-def _space_refuses(problem: Problem, here: Place, config: Config) -> str | None:
-    """Why a config cannot run a problem here, or None. Every config that the space admits can run (see tests/models)."""
-    from autotax.spaces import space_for
-
-    return space_for(problem, here.hardware).why_not(config)
 
 
 def _fewest_differences(winners: Sequence[IndexedWinner], here: Place) -> list[IndexedWinner]:
@@ -289,9 +280,7 @@ def lookup(
 def invariant(
     problem: Problem, *, hardware: Hardware | None = None, db: str | Path | None = None, conditions: Conditions | None = None
 ) -> Answer:
-    """One config for all sizes up to those of the problem, whose rows do not depend on how many there are: see
-    `invariant_answer`.
-    """
+    """One config for all sizes up to those of the problem, whose rows do not depend on their number: see `invariant_answer`."""
     return invariant_answer(problem, _place(hardware, conditions), sources(db))
 
 
@@ -387,9 +376,7 @@ def _save(url: str) -> int:
 
 @atexit.register
 def save_at_exit() -> None:
-    """Saves misses to existing databases at exit, if the user wants it. Errors are ignored, because a program that ends well must
-    not fail here.
-    """
+    """Saves misses to existing databases at exit, if the user wants it. Errors must not fail a program that ends well."""
     if os.environ.get(MISSES_VARIABLE) != "1":
         return
     for url in _tallies:

@@ -24,9 +24,8 @@ from autotax.core.errors import MachineError, UsageError
 from autotax.core.problem import Problem
 from autotax.core.settings import OFF, Settings
 from autotax.db.index import IndexedWinner
-from autotax.db.records import Place, RunRecord
+from autotax.db.records import Place, RunRecord, same_devices
 from autotax.db.shipped import forget_sources, sources
-from autotax.db.staleness import same_devices
 from autotax.db.store import Store
 from autotax.db.url import resolve_url
 from autotax.operators import loaded
@@ -100,7 +99,9 @@ def stale(problems: Iterable[Problem], here: Place, db: str | Path | None) -> tu
 def _failures(problems: tuple[Problem, ...], here: Place, url: str) -> dict[Problem, str]:
     with Store.open(url, create=False) as store:
         runs = {problem: [run for run in store.runs(problem) if _was_here(run, here)] for problem in problems}
-    return {problem: _why(tried[-1]) for problem, tried in runs.items() if tried}
+    last = {problem: tried[-1] for problem, tried in runs.items() if tried}
+    ends = {"running": "it did not end", "failed": "nothing could be verified"}
+    return {problem: run.notices[-1] if run.notices else ends[run.status] for problem, run in last.items()}
 
 
 def forget() -> None:
@@ -116,10 +117,6 @@ def _was_here(run: RunRecord, here: Place) -> bool:
     deployed = run.settings.get("conditions") == here.conditions.to_dict()
     tried = run.settings.get("proof") is True and run.status in ("failed", "running")
     return tried and alike and deployed and same_devices(run.hardware, here.hardware)
-
-
-def _why(run: RunRecord) -> str:
-    return run.notices[-1] if run.notices else "it did not end" if run.status == "running" else "nothing could be verified"
 
 
 def _winners(problem: Problem, here: Place, db: str | Path | None) -> list[IndexedWinner]:
@@ -164,10 +161,7 @@ def listed(unproven: Mapping[Problem, str]) -> str:
 
 
 def prove(problems: Iterable[Problem], here: Place, db: str | Path | None, bound: Bound) -> Proof | None:
-    """Proves the stale winners of these problems within `bound`, and remembers which proofs failed. None: none is to be proven.
-
-    Not collective. The new ranks use the GPUs at the same time as this process.
-    """
+    """Proves stale winners of these problems within `bound`, on new ranks, and remembers failures. None: none is stale."""
     outdated, _ = stale(problems, here, db)
     if not outdated:
         return None

@@ -1,7 +1,4 @@
-"""Variant digests of autotax 0.1 and the current digests of the same code. The former digests depended on the names of modules.
-
-This table keeps winners in databases, exports and shared files valid. The next release will remove it.
-"""
+"""The tables of a database, and the current digests of variants that version 0.1 named otherwise, for one release."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
+from autotax.core.files import Malformed, reason
 from autotax.core.settings import RUN_STATUSES, TRIAL_STATUSES
-from autotax.core.validation import Malformed, reason
 from autotax.db.records import Samples
 
 CURRENT = {

@@ -1,5 +1,4 @@
-"""Sources of winners. The user's database comes first, then the files shipped with the package in the format of `autotax export`.
-"""
+"""Sources of winners: the user's database, then the files shipped with the package in the format of `autotax export`."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from pathlib import Path
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.db.file_format import read
+from autotax.db.formats import read
 from autotax.db.index import Index, IndexedWinner
 from autotax.db.records import Entry, Place, WinnerRecord, merge
 from autotax.db.store import Store
@@ -51,17 +50,8 @@ def _files() -> tuple[list[Entry], str]:
 
 
 def _known(winner: WinnerRecord) -> IndexedWinner:
-    return IndexedWinner(
-        winner.problem.key,
-        winner.place,
-        winner.kernel_digest,
-        json.dumps(winner.config.to_dict()),
-        winner.speedup,
-        winner.interval_low,
-        winner.interval_high,
-        winner.tie,
-        winner.trial_id,
-    )
+    figures = winner.speedup, winner.interval_low, winner.interval_high, winner.tie, winner.trial_id
+    return IndexedWinner(winner.problem.key, winner.place, winner.kernel_digest, json.dumps(winner.config.to_dict()), *figures)
 
 
 @dataclass(frozen=True)
@@ -107,8 +97,7 @@ def _shipped() -> Source:
 MOST = 8
 """Most configs of a warm start."""
 FAR = 2.0
-"""Winners of problems at a greater distance are not used. The distance is the sum of the doublings of all sizes and of the ranks.
-"""
+"""Winners of problems at a greater distance, the doublings of all sizes and of the ranks, are not used."""
 
 
 def precedents(problem: Problem, here: Place, winners: Iterable[IndexedWinner], fits: Callable[[Config], bool]) -> list[Config]:

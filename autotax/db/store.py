@@ -5,24 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Self
 
-from sqlalchemy import Engine, Select, func, select
+import msgspec
+from sqlalchemy import Engine, Select, delete, func, select
 from sqlalchemy.orm import Session, contains_eager, defer
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
+from autotax.core.files import ConfigShape, Malformed, Name
 from autotax.core.problem import Problem
 from autotax.core.settings import ENDINGS
-from autotax.db import merge as merging
-from autotax.db import row_mapping
-from autotax.db.connection import empty_engine, open_engine, writing
-from autotax.db.errors import failing, opening
+from autotax.db import formats
+from autotax.db.connection import empty_engine, failing, open_engine, opening, writing
+from autotax.db.formats import known_winners
 from autotax.db.index import IndexedWinner
-from autotax.db.merge import MergeOutcome
-from autotax.db.records import Entry, MissRecord, RunRecord, TrialRecord, WinnerRecord
-from autotax.db.row_mapping import known_winners
+from autotax.db.records import Entry, MissRecord, RunRecord, TrialRecord, WinnerRecord, same_kernel, verdict
 from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
 from autotax.db.url import resolve_url
 from autotax.hardware import Hardware
@@ -70,28 +70,14 @@ class Store:
 
     # Runs
 
-    def begin_run(
-        self, problem: Problem, hardware: Hardware, environment: Environment, settings: Mapping[str, Any]
-    ) -> int:
+    def begin_run(self, problem: Problem, hardware: Hardware, environment: Environment, settings: Mapping[str, Any]) -> int:
         """Stores a run with its problem, hardware, software and settings. Returns the run's id."""
         with self._writing() as session:
-            session.merge(row_mapping.problem_row(problem))
-            session.merge(row_mapping.hardware_row(hardware))
-            session.merge(row_mapping.environment_row(environment))
-            session.flush()
-            run = RunRow(
-                problem_key=problem.key,
-                hardware_digest=hardware.digest,
-                environment_digest=environment.digest,
-                settings=dict(settings),
-            )
-            session.add(run)
-            session.flush()
-            return run.id
+            return _new_run(session, problem, hardware, environment, settings=dict(settings))
 
     def add_notice(self, run_id: int, text: str) -> None:
         """Stores a notice of a run, the same text once."""
-        text = row_mapping.storable(text)
+        text = formats.storable(text)
         with self._writing(alone=False) as session:
             run = session.get_one(RunRow, run_id)
             if text not in (kept := run.notices or []):
@@ -112,7 +98,7 @@ class Store:
         if problem is not None:
             query = query.where(RunRow.problem_key == problem.key)
         with self._reading() as session:
-            return [row_mapping.run_of(row) for row in session.scalars(query)]
+            return [formats.run_of(row) for row in session.scalars(query)]
 
     # Trials
 
@@ -120,7 +106,7 @@ class Store:
         """Stores one trial, failed or not. Returns its id."""
         with self._writing(alone=False) as session:
             op = session.scalar(select(ProblemRow.op).join(RunRow).where(RunRow.id == run_id)) or ""
-            row = row_mapping.trial_row(run_id, trial, trial.kernel_digest or variant_digest(op, trial.config.variant))
+            row = formats.trial_row(run_id, trial, trial.kernel_digest or variant_digest(op, trial.config.variant))
             session.add(row)
             session.flush()
             return row.id
@@ -148,8 +134,8 @@ class Store:
         with self._reading() as session:
             rows = session.scalars(query).all()
             runs = {row.run_id: row.run for row in rows}
-            records = {run_id: row_mapping.run_of(run) for run_id, run in runs.items()}
-            return [row_mapping.trial_of(row, records[row.run_id]) for row in rows]
+            records = {run_id: formats.run_of(run) for run_id, run in runs.items()}
+            return [formats.trial_of(row, records[row.run_id]) for row in rows]
 
     # Winners
 
@@ -162,11 +148,9 @@ class Store:
         if not winner.verified:
             raise ValueError(f"{winner.config} is not verified; only a config with a verified output can be a winner")
         with self._writing() as session:
-            if not merging.proves(session.get(TrialRow, winner.trial_id), winner):
-                raise ValueError(
-                    f"trial {winner.trial_id} is not a verified one of {winner.config} for {winner.problem} here"
-                )
-            return merging.crown(session, winner, met)
+            if not proves(session.get(TrialRow, winner.trial_id), winner):
+                raise ValueError(f"trial {winner.trial_id} is not a verified one of {winner.config} for {winner.problem} here")
+            return crown(session, winner, met)
 
     def withdraw_winner(self, winner: WinnerRecord) -> None:
         """Deletes a winner that was found to be wrong; its trials stay."""
@@ -182,7 +166,7 @@ class Store:
         if not with_samples:
             query = query.options(defer(WinnerRow.samples))
         with self._reading() as session:
-            return [row_mapping.winner_of(row, with_samples) for row in session.scalars(query)]
+            return [formats.winner_of(row, with_samples) for row in session.scalars(query)]
 
     def known_winners(self) -> list[IndexedWinner]:
         """All winners, stale ones too, as far as look-ups need them."""
@@ -201,14 +185,14 @@ class Store:
             .order_by(WinnerRow.created_at, WinnerRow.trial_id)
         )
         with self._reading() as session:
-            return [merging.entry_of(row, settings) for row, settings in session.execute(query)]
+            return [entry_of(row, settings) for row, settings in session.execute(query)]
 
     def merge(self, entries: Sequence[Entry], source: str) -> list[MergeOutcome]:
         """Imports winners that were tuned elsewhere, all or none. Of two winners with the same key the better proven one stays.
         Returns the outcome for each entry, in order. `source` names where they come from.
         """
         with self._writing() as session:
-            return [merging.take_in(session, entry, source) for entry in entries]
+            return [take_in(session, entry, source) for entry in entries]
 
     # Misses
 
@@ -216,16 +200,16 @@ class Store:
         """Adds to the counts of misses."""
         with self._writing() as session:
             for miss in misses:
-                session.merge(row_mapping.problem_row(miss.problem))
-                session.merge(row_mapping.hardware_row(miss.hardware))
+                session.merge(formats.problem_row(miss.problem))
+                session.merge(formats.hardware_row(miss.hardware))
                 session.flush()
                 key = (miss.problem.key, miss.hardware.digest, miss.conditions.key)
                 if row := session.get(MissRow, key):
-                    kept = row_mapping.miss_of(row)
+                    kept = formats.miss_of(row)
                     row.count = min(kept.count + miss.count, 2**63 - 1)  # the largest integer of a column
                     row.last_asked = max(kept.last_asked, miss.last_asked)
                 else:
-                    session.add(row_mapping.miss_row(miss))
+                    session.add(formats.miss_row(miss))
 
     def misses(self, hardware: Hardware) -> list[MissRecord]:
         """The misses on this hardware, most frequent first."""
@@ -236,7 +220,7 @@ class Store:
             .order_by(MissRow.count.desc(), MissRow.last_asked.desc(), MissRow.problem_key, MissRow.conditions)
         )
         with self._reading() as session:
-            return [row_mapping.miss_of(row) for row in session.scalars(query)]
+            return [formats.miss_of(row) for row in session.scalars(query)]
 
     def forget_miss(self, problem: Problem, hardware: Hardware, conditions: Conditions) -> None:
         """Deletes the record of a miss."""
@@ -250,9 +234,7 @@ class Store:
         """How many `runs`, `trials` and `winners` are kept."""
         tables = {"runs": RunRow, "trials": TrialRow, "winners": WinnerRow}
         with self._reading() as session:
-            return {
-                name: session.scalar(select(func.count()).select_from(table)) or 0 for name, table in tables.items()
-            }
+            return {name: session.scalar(select(func.count()).select_from(table)) or 0 for name, table in tables.items()}
 
     def counts_by_operator(self, kind: str) -> dict[str, int]:
         """How many `trials` or `winners` each operator has, operators included that are not loaded."""
@@ -276,6 +258,18 @@ class Store:
             yield session
 
 
+def _new_run(session: Session, problem: Problem, hardware: Hardware, environment: Environment, **values: Any) -> int:
+    """Stores a run with its problem, hardware and software. Returns its id."""
+    rows = formats.problem_row(problem), formats.hardware_row(hardware), formats.environment_row(environment)
+    for row in rows:
+        session.merge(row)
+    session.flush()
+    digests = {"hardware_digest": hardware.digest, "environment_digest": environment.digest}
+    session.add(run := RunRow(problem_key=problem.key, **digests, **values))
+    session.flush()
+    return run.id
+
+
 def _trials_with_runs() -> Select[TrialRow]:
     # Operators of later versions of autotax are left out, because this version does not know them.
     return (
@@ -291,4 +285,152 @@ def _trials_with_runs() -> Select[TrialRow]:
             )
         )
         .order_by(TrialRow.id)
+    )
+
+
+# Imports of winners that were tuned elsewhere. An import also stores the winner's run and trial, which prove it.
+
+IMPORTED = "imported_from"
+"""The key in a run's settings that holds the author, the time and the source of its single imported trial."""
+
+
+class _Origin(msgspec.Struct):
+    by: Name | None = None
+
+
+class _Settings(msgspec.Struct):
+    imported_from: _Origin | None = None
+
+
+@dataclass(frozen=True)
+class MergeOutcome:
+    """The result of merging an entry: `added`, `replaced` (the former winner) or `kept` (the former winner), and the reason."""
+
+    entry: Entry
+    what: str
+    reason: str = ""
+
+
+def entry_of(row: WinnerRow, settings: Mapping[str, Any]) -> Entry:
+    """The entry for a stored winner and the settings of the run that found it."""
+    origin = formats.decoded(settings, _Settings).imported_from
+    return Entry(formats.winner_of(row, with_samples=True), origin.by if origin else None)
+
+
+def take_in(session: Session, entry: Entry, source: str) -> MergeOutcome:
+    """Imports a winner. Of two winners with the same key the better proven one stays. Winners of other variants also stay,
+    because they may answer where sources differ. Here the best proven of all answers.
+    """
+    rivals = {row.kernel_digest: _with_origin(session, row) for row in _rivals(session, entry.winner)}
+    own = rivals.get(entry.winner.kernel_digest)
+    if own and own.digest == entry.digest:
+        return MergeOutcome(entry, "kept", "it is the same")
+    if own is None or own.strength < entry.strength:
+        _import(session, entry, source)
+    if not rivals:
+        return MergeOutcome(entry, "added")
+    best = max(rivals.values(), key=lambda rival: rival.strength)
+    if best.strength >= entry.strength:
+        return MergeOutcome(entry, "kept", f"of the one that is here: {verdict(best, entry)}")
+    return MergeOutcome(entry, "replaced", verdict(entry, best))
+
+
+def _with_origin(session: Session, row: WinnerRow) -> Entry:
+    if (trial := session.get(TrialRow, row.trial_id)) and trial.run:
+        return entry_of(row, trial.run.settings)
+    raise Malformed(f"the winner of {row.problem_key!r} names no trial")
+
+
+def crown(session: Session, winner: WinnerRecord, met: Collection[str] | None) -> Config | None:
+    """Stores a winner in the place of its rivals, which it has just beaten. Another tuner may have stored a rival that the winner
+    has not been measured against (`met` holds the config digests it was; None means all). If such a rival is better proven,
+    nothing is stored and the rival's config is returned.
+    """
+    rivals = _rivals(session, winner)
+    stored = [_with_origin(session, row) for row in rivals]
+    strangers = [entry for entry in stored if met is not None and entry.winner.config.digest not in met]
+    best = max(strangers, key=lambda entry: entry.strength, default=None)
+    if best and best.strength > Entry(winner).strength:
+        return best.winner.config
+    for row in rivals:
+        if row.kernel_digest != winner.kernel_digest:
+            session.delete(row)
+    _put(session, winner)
+    return None
+
+
+def _put(session: Session, winner: WinnerRecord) -> None:
+    """Stores a winner and replaces the row with its key. The ORM would not find that row if the rows it refers to are missing."""
+    row = formats.winner_row(winner)
+    key = list(WinnerRow.__table__.primary_key)
+    session.execute(delete(WinnerRow).where(*(column == getattr(row, column.name) for column in key)))
+    session.add(row)
+
+
+def _rivals(session: Session, winner: WinnerRecord) -> Sequence[WinnerRow]:
+    """The stored winners that compete with this one. These are the winner with the same key and, if this winner's variant has the
+    current sources, the winners of other variants with current sources. Winners of other sources do not compete, because they
+    answer on machines with those sources.
+    """
+    op = winner.problem.op
+    where = {
+        WinnerRow.problem_key: winner.problem.key,
+        WinnerRow.hardware_digest: winner.hardware.digest,
+        WinnerRow.comm: winner.comm,
+        WinnerRow.conditions: winner.conditions.key,
+        WinnerRow.triton: winner.environment.triton,
+    }
+    alike = session.scalars(select(WinnerRow).where(*(column == value for column, value in where.items())))
+
+    here = same_kernel(winner)
+
+    def rivals(row: WinnerRow) -> bool:
+        if row.kernel_digest == winner.kernel_digest:
+            return True
+        variant = formats.decoded(row.config, ConfigShape).variant
+        return here and row.kernel_digest == variant_digest(op, variant)
+
+    return [row for row in alike if rivals(row)]
+
+
+def proves(trial: TrialRow | None, winner: WinnerRecord) -> bool:
+    """Whether the trial verified exactly this winner's config and sources, for its problem, place and conditions."""
+    return (
+        trial is not None
+        and trial.verified
+        and trial.config_digest == winner.config.digest
+        and trial.kernel_digest == winner.kernel_digest
+        and Conditions.from_dict(trial.conditions) == winner.conditions
+        and trial.run.problem_key == winner.problem.key
+        and trial.run.hardware_digest == winner.hardware.digest
+        and trial.run.environment_digest == winner.environment.digest
+    )
+
+
+def _import(session: Session, entry: Entry, source: str) -> None:
+    winner = entry.winner
+    tuned_at = winner.created_at.isoformat() if winner.created_at else None
+    settings = {IMPORTED: {"by": entry.by, "at": tuned_at, "source": source}}
+    place = winner.problem, winner.hardware, winner.environment
+    run_id = _new_run(session, *place, settings=settings, status="done", ended_at=datetime.now(UTC))
+    trial = formats.trial_row(run_id, _trial(winner), winner.kernel_digest)
+    session.add(trial)
+    session.flush()
+    proven = replace(winner, trial_id=trial.id)
+    if not (winner.verified and proves(trial, proven)):
+        raise ValueError(f"{winner.config} is not verified; only a config with a verified output can be a winner")
+    _put(session, proven)
+    session.flush()
+
+
+def _trial(winner: WinnerRecord) -> TrialRecord:
+    """The trial of an imported winner, as one of a finalist round: a later search here measures the config itself."""
+    return TrialRecord(
+        number=0,
+        config=winner.config,
+        status="ok",
+        latency_us=winner.latency_us,
+        samples=(winner.samples or {}).get(winner.config.digest),
+        verified=winner.verified,
+        conditions=winner.conditions.to_dict() | {"stage": "finalists"},
     )

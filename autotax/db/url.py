@@ -32,8 +32,7 @@ def default_url() -> str:
 
 
 def resolve_url(text: str | os.PathLike[str] | None) -> str:
-    """Converts a URL, a plain path or None (the default) to a URL. Nothing is opened. Raises UsageError if the text is neither.
-    """
+    """Converts a URL, a plain path or None (the default) to a URL, without opening it. Raises UsageError for other texts."""
     if text is None:
         return default_url()
     if isinstance(text, str) and "://" in text:

@@ -9,8 +9,10 @@ products, which no operator computes: they are left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,9 @@ LONGEST = 60
 LARGEST_HEAD = 256
 """The most elements of a head that Flash Decode supports."""
 Layers = Iterator["Linear"]
-WRAPPERS = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Keys under which a model of several media has the config of its text model, which may be wrapped again."""
+_TABLES = tomllib.loads((Path(__file__).parents[1] / "templates/families.toml").read_text())
+NAMES, KEYS = _TABLES["names"], _TABLES["keys"]
+"""Other keys of a size, and keys by what they say."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,9 @@ class Architecture:
         """
         layers: dict[Problem, list[str]] = {}
         of = dtype or self.dtype
-        for layer in self.layers:
-            for m in tokens:
-                for problem, name in self._of_layer(layer, m, of, train):
-                    chosen = problem if dtype else self._in_fp8(problem)
-                    layers.setdefault(chosen, []).append(name)
+        for layer, m in product(self.layers, tokens):
+            for problem, name in self._of_layer(layer, m, of, train):
+                layers.setdefault(problem if dtype else self._in_fp8(problem), []).append(name)
         if kv_len is not None:
             for batch in (m for m in tokens if m <= MOST_DECODED):
                 for problem, name in self._of_decode(batch, kv_len, of):
@@ -135,13 +136,17 @@ def read_architecture(path: Path, ranks: int, *, split: bool = False, train: boo
 def architecture_of(
     config: Mapping[str, Any], ranks: int, *, split: bool = False, train: bool = False, whose: str = "the config"
 ) -> Architecture:
-    """See `read_architecture`."""
+    """As `read_architecture`; messages say `whose` config it is."""
     configs = [config]
-    while text := next((part for name in WRAPPERS if isinstance(part := configs[0].get(name), Mapping)), None):
+    while text := next((part for name in KEYS["wrappers"] if isinstance(part := configs[0].get(name), Mapping)), None):
         configs.insert(0, text)
     family, layout = _family(configs, whose)
     sizes = Sizes(configs, ranks, layout, whose)
-    layers, notes = [*_attention(sizes, split), *_feed_forward(sizes, split)], []
+    layers, notes = list(_attention(sizes, split)), []
+    if sizes.has_dense_layers:
+        layers += _mlp(sizes, sizes.inner, split, "MLP")
+    if shared := sizes.shared_width:
+        layers += _mlp(sizes, shared, split, "shared experts")
     if sizes.experts:
         notes.append("its routed experts are left out: they are grouped products, which no operator computes")
     if sizes.side_by_side:
@@ -234,27 +239,6 @@ class Family:
     """Sizes that a text model inside another config may leave out, as transformers has them."""
 
 
-NAMES: dict[str, tuple[str, ...]] = {
-    "hidden_size": ("n_embd", "d_model"),
-    "num_attention_heads": ("n_head", "n_heads"),
-    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "attn_config.kv_n_heads"),
-    "intermediate_size": ("ffn_hidden_size", "n_inner", "ffn_dim"),
-    "vocab_size": ("padded_vocab_size",),
-    "prefix_dense_intermediate_size": ("intermediate_size",),
-    "moe_intermediate_size": ("expert_hidden_dim",),
-}
-"""Other keys of a size."""
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts")
-SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
-SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-DENSE_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-"""Keys with the number of layers before the first with experts."""
-STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "moe_layer_freq")
-"""Keys with the distance of two layers with experts."""
-SIDE_BY_SIDE = ("parallel_attn", "new_decoder_architecture", "use_parallel_residual")
-"""Keys of a model that adds the outputs of attention and MLP."""
-
-
 class Sizes:
     """The sizes of a model, each checked when it is asked for.
 
@@ -262,13 +246,12 @@ class Sizes:
     """
 
     def __init__(self, configs: Sequence[Mapping[str, Any]], ranks: int, family: Family, name: str) -> None:
-        self.config = configs[0]
-        self.ranks = ranks
-        self.family = family
-        self.named = name
+        self.config, self.ranks, self.family, self.named = configs[0], ranks, family, name
         self.assumed: dict[str, int] = {}
         """Defaults that took the place of sizes which the config leaves out."""
         self._defaults = family.defaults if len(configs) > 1 else {}
+        self.heads = self.whole("num_attention_heads")
+        self.latent = self.config.get("kv_lora_rank") is not None
 
     def stated(self, name: str) -> Any:
         """The value of a key, of one of its other names, or its default in the family; None if there is none."""
@@ -292,7 +275,6 @@ class Sizes:
         return value
 
     def own(self, name: str, value: int) -> int:
-        """The part of one rank."""
         if value % self.ranks:
             raise UsageError(f"{self.named} has {name} {value} on {self.ranks} ranks, which must divide it: give another --tp")
         return value // self.ranks
@@ -300,10 +282,6 @@ class Sizes:
     @property
     def hidden(self) -> int:
         return self.whole("hidden_size")
-
-    @property
-    def heads(self) -> int:
-        return self.whole("num_attention_heads")
 
     @property
     def kv_heads(self) -> int:
@@ -324,18 +302,17 @@ class Sizes:
 
     @property
     def inner(self) -> int:
-        """The width of a dense MLP."""
         return self.whole(self.family.dense, self.family.widening and self.family.widening * self.hidden)
 
     @property
     def side_by_side(self) -> bool:
         """Whether attention and MLP have the same input, and their outputs are added."""
-        return any(self.config.get(name) is True for name in SIDE_BY_SIDE)
+        return any(self.config.get(name) is True for name in KEYS["side_by_side"])
 
     @property
     def experts(self) -> int:
         """Routed experts; 0 in a dense model."""
-        return max(self.whole(name, 0) for name in EXPERTS)
+        return max(self.whole(name, 0) for name in KEYS["experts"])
 
     @property
     def has_dense_layers(self) -> bool:
@@ -344,8 +321,8 @@ class Sizes:
         return (
             not self.experts
             or self.family.always_dense
-            or any(self.whole(name, 0) for name in DENSE_LAYERS)
-            or any(self.whole(name, 1) > 1 for name in STEPS)
+            or any(self.whole(name, 0) for name in KEYS["dense_layers"])
+            or any(self.whole(name, 1) > 1 for name in KEYS["steps"])
             or bool(self.config.get("mlp_only_layers"))
             or (isinstance(kinds, list) and "dense" in kinds)
         )
@@ -353,9 +330,9 @@ class Sizes:
     @property
     def shared_width(self) -> int:
         """The width of the shared experts together; 0 if there are none."""
-        if whole := max(self.whole(name, 0) for name in SHARED_WIDTHS):
+        if whole := max(self.whole(name, 0) for name in KEYS["shared_widths"]):
             return whole
-        shared = max(self.family.shared, *(self.whole(name, 0) for name in SHARED_EXPERTS)) if self.experts else 0
+        shared = max(self.family.shared, *(self.whole(name, 0) for name in KEYS["shared_experts"])) if self.experts else 0
         own = "moe_shared_expert_intermediate_size"
         return shared * self.whole(self.family.expert if self.stated(own) is None else own) if shared else 0
 
@@ -365,10 +342,6 @@ class Sizes:
         if self.kv_heads < self.ranks and self.ranks % self.kv_heads == 0:
             return 1
         return self.own("num_key_value_heads", self.kv_heads)
-
-    @property
-    def latent(self) -> bool:
-        return self.config.get("kv_lora_rank") is not None
 
     def attention(self) -> Attention:
         if not self.latent:
@@ -412,13 +385,6 @@ def _latent_attention(sizes: Sizes, heads: int) -> Layers:
     yield Linear("attention output", sizes.hidden, heads * value, row=True)
 
 
-def _feed_forward(sizes: Sizes, split: bool) -> Layers:
-    if sizes.has_dense_layers:
-        yield from _mlp(sizes, sizes.inner, split, "MLP")
-    if shared := sizes.shared_width:
-        yield from _mlp(sizes, shared, split, "shared experts")
-
-
 def _mlp(sizes: Sizes, width: int, split: bool, name: str) -> Layers:
     own = sizes.own(f"width of the {name}", width)
     if sizes.family.gated:
@@ -428,67 +394,11 @@ def _mlp(sizes: Sizes, width: int, split: bool, name: str) -> Layers:
     yield Linear(f"down of the {name}", sizes.hidden, own, row=True)
 
 
-def _sizes(hidden: int, heads: int, kv_heads: int | None, inner: int, vocab: int, **more: int) -> dict[str, int]:
-    """The default sizes of a family. Without KV heads there are as many as query heads."""
-    of = {"hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": inner, "vocab_size": vocab} | more
-    return of if kv_heads is None else of | {"num_key_value_heads": kv_heads}
-
-
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(["apertus", "arcee", "gpt_neox", "jais2", "nemotron", "opt", "phi", "starcoder2"], Family(gated=False)),
-    **dict.fromkeys(["bloom", "falcon", "gpt2", "gpt_bigcode", "gptj"], Family(gated=False, widening=4)),
-    **dict.fromkeys(
-        [
-            *("AXK1", "bailing_moe", "bailing_moe_v2", "chatglm", "cohere", "cwm", "dbrx", "deepseek", "deepseek_v2"),
-            *("deepseek_v3", "deepseek_v32", "domyn_edge", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4"),
-            *("exaone_moe", "flex_olmo", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe", "glm_moe_dsa"),
-            *("gpt_oss", "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hy_v3", "hyperclovax"),
-            *("internlm2", "internlm3", "kimi_k2", "mimo", "minicpm", "minicpmo", "minicpmv", "minimax_m2", "olmo", "olmo2"),
-            *("olmo3", "olmoe", "orion", "param2moe", "phi3_v", "phi4mm", "phimoe", "plamo3", "qwen2_5_omni", "qwen3_omni_moe"),
-            *("qwen3_vl_moe", "rnj1", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar", "stablelm"),
-        ],
-        Family(),
-    ),
-    "aria": Family(expert="intermediate_size"),
-    "cohere2": Family(defaults=_sizes(8192, 64, None, 22528, 256000)),
-    "cohere2_moe": Family(dense="prefix_dense_intermediate_size", expert="intermediate_size"),
-    "gemma": Family(defaults=_sizes(3072, 16, 16, 24576, 256000, head_dim=256)),
-    **dict.fromkeys(["gemma2", "vaultgemma"], Family(defaults=_sizes(2304, 8, 4, 9216, 256000, head_dim=256))),
-    "gemma3": Family(defaults=_sizes(2304, 8, 4, 9216, 262208, head_dim=256)),
-    "llama": Family(defaults=_sizes(4096, 32, None, 11008, 32000)),
-    "llama4": Family(
-        dense="intermediate_size_mlp", expert="intermediate_size", shared=1,
-        defaults=_sizes(5120, 40, 8, 8192, 202048, head_dim=128, intermediate_size_mlp=16384, num_local_experts=16),
-    ),
-    "longcat_flash": Family(always_dense=True),
-    "ministral": Family(defaults=_sizes(4096, 32, 8, 14336, 32000)),
-    "ministral3": Family(defaults=_sizes(4096, 32, 8, 14336, 131072, head_dim=128)),
-    "mistral": Family(defaults=_sizes(4096, 32, 8, 14336, 32000)),
-    "mixtral": Family(defaults=_sizes(4096, 32, 8, 14336, 32000, num_local_experts=8)),
-    "phi3": Family(defaults=_sizes(3072, 32, None, 8192, 32064)),
-    "qwen2": Family(defaults=_sizes(4096, 32, 32, 22016, 151936)),
-    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl"], Family(defaults=_sizes(8192, 64, 8, 29568, 152064))),
-    "qwen2_moe": Family(defaults=_sizes(2048, 16, 16, 5632, 151936, shared_expert_intermediate_size=5632, num_experts=60)),
-    **dict.fromkeys(["qwen3", "qwen3_vl"], Family(defaults=_sizes(4096, 32, 32, 22016, 151936, head_dim=128))),
-    "qwen3_moe": Family(defaults=_sizes(2048, 32, 4, 6144, 151936, num_experts=128)),
-}  # fmt: skip
-"""Families by the `model_type` of a config, without `_text` at its end."""
-
-RECURRENT = "some of its layers hold a recurrent state, and these are not the products of an attention"
-VARYING = "the sizes of its layers differ from layer to layer"
-OWN = "it has attention of its own kind"
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        [
-            *("alice_ai", "bailing_moe_linear", "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid"),
-            *("jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax_m1", "minimax_text_01", "nemotron_h"),
-            *("nemotron_h_puzzle", "olmo_hybrid", "plamo2", "qwen3_5", "qwen3_5_moe", "qwen3_next", "zamba2"),
-        ],
-        RECURRENT,
-    ),
-    **dict.fromkeys(["deci", "gemma3n", "gemma4", "laguna", "mimo_v2", "mimo_v2_flash", "nemotron-nas", "step3p5"], VARYING),
-    **dict.fromkeys(["afmoe", "deepseek_v4", "minicpm3", "minimax_m3", "step3"], OWN),
+    name: Family(**{key: of[key] for key in of.keys() - {"names"}}) for of in _TABLES["family"] for name in of["names"]
 }
+"""Families by the `model_type` of a config, without `_text` at its end."""
+REFUSED: dict[str, str] = {name: of["reason"] for of in _TABLES["refused"] for name in of["names"]}
 """The reason why a family has no plan."""
 
 
@@ -523,30 +433,19 @@ def _wrong(text: str) -> UsageError:
     return UsageError(f"tokens is {text!r}; it must be numbers such as 1,16,64...8192: give others as --tokens")
 
 
-# The problems of a model that each plugin asks for.
-
-def _sum(problem: Problem) -> bool:
-    """A row-parallel layer whose output each rank needs whole."""
-    return isinstance(problem, GemmReduceScatter) and problem.output == "replicated"
+ASKED = {"vllm": ("sum", "merge"), "sglang": ("sum", "merge", "sharded rows"), "torch": ("sharded rows",)}
+"""Which problems a plugin looks up, by its name: see `_kind`."""
 
 
-def _merge(problem: Problem) -> bool:
-    return isinstance(problem, DecodeMerge)
-
-
-def _sharded_rows(problem: Problem) -> bool:
-    """A layer whose activations are sharded along the sequence: torch's fused operators."""
-    return isinstance(problem, AllGatherGemm) or (isinstance(problem, GemmReduceScatter) and problem.output == "scattered")
-
-
-ASKED: Mapping[str, tuple[Callable[[Problem], bool], ...]] = {
-    "vllm": (_sum, _merge),
-    "sglang": (_sum, _merge, _sharded_rows),
-    "torch": (_sharded_rows,),
-}
-"""Which problems a plugin looks up, by its name."""
+def _kind(problem: Problem) -> str:
+    """`sum`: a row-parallel layer whose output each rank needs whole. `sharded rows`: a layer whose activations are sharded along
+    the sequence, for torch's fused operators.
+    """
+    if isinstance(problem, GemmReduceScatter) and problem.output == "replicated":
+        return "sum"
+    return {AllGatherGemm: "sharded rows", GemmReduceScatter: "sharded rows", DecodeMerge: "merge"}.get(type(problem), "")
 
 
 def asked_by(engine: str, layers: Mapping[Problem, str]) -> dict[Problem, str]:
     """The problems of a model, with their layers, for which the plugin of an engine looks winners up."""
-    return {problem: names for problem, names in layers.items() if any(asks(problem) for asks in ASKED[engine])}
+    return {problem: names for problem, names in layers.items() if _kind(problem) in ASKED[engine]}

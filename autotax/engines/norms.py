@@ -1,26 +1,38 @@
 """All-reduce, residual and norm for serving engines: which calls a winner serves, and the modules that run them.
 
-Engines pass a coordinator of their groups: anything with `device_group` and `world_size`. `taken` looks winners up at the first
-call of a shape, for all numbers of tokens, and compares them over the ranks; so it says from which number of tokens on an
-engine's own function runs. `normed` makes one module for each group, shape and quantisation at its first call. Both are
-collective then. Neither looks up nor makes anything during a graph capture: a call whose module is missing is the engine's own.
+Engines pass a coordinator of their groups: anything with `device_group` and `world_size`. `normed` looks winners up at the first
+call of a shape, for all numbers of tokens, and compares them over the ranks. It makes one module for each group, shape and
+quantisation. Both are collective, and neither happens during a graph capture: a call whose module is missing is the engine's own.
+
+Eager models leave the sum of a row-parallel layer to the norm behind it (`reduce_results=False`). There are two ways: the
+product, then sum and norm by the engine's fused function (ours where it is taken); or product and sum by a winner of GEMM +
+All-Reduce, then the engine's norm alone. Both are measured when a layer's result first reaches the fused function, for each power
+of two of tokens, and the ranks agree on the faster. If the second is, later calls of the layer return a `Pending`: a tensor that
+is computed when it is used. The fused function takes it uncomputed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from collections.abc import Callable
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from autotax.engines.thresholds import norm_ranges, serves
+from autotax.core.problem import power_of_two
+from autotax.engines import rows
+from autotax.engines.thresholds import Ranges, norm_ranges, serves
 from autotax.heap.world import World
 from autotax.nn.consensus import DTYPES
 from autotax.nn.groups import capturing
+from autotax.nn.linear import least_microseconds
 from autotax.nn.norm import AllReduceNorm
 
+log = logging.getLogger("autotax")
 MOST_TOKENS = 8192
 """The most tokens of the operator."""
 Key = tuple[Any, ...]
@@ -28,51 +40,34 @@ Key = tuple[Any, ...]
 _norms: WeakKeyDictionary[dist.ProcessGroup, dict[Key, AllReduceNorm]] = WeakKeyDictionary()
 
 
-def taken(x: Tensor, weight: Tensor, residual: Tensor, group: Any, quant: str = "none", offset: int = 0) -> bool:
-    """Whether a winner sums, adds and norms x faster than the collective library and a norm.
+def normed(
+    x: Tensor, residual: Tensor, weight: Tensor, group: Any, eps: float, *, offset: int = 0, scale: Tensor | None = None,
+    **results: Tensor | None,
+) -> tuple[Tensor, ...] | None:  # fmt: skip
+    """y and the new residual where a winner sums, adds and norms faster than the collective library and a norm; else None.
 
-    Collective at the first call of a shape. During graph capture it is not collective, and the answer for a new shape is no.
+    Collective at the first call of a shape. During graph capture it is not collective, and the answer for a new shape is None.
 
-    Args:
-        x: This rank's partial sums, [tokens, hidden].
-        weight: [hidden].
-        residual: [tokens, hidden].
-        group: The engine's coordinator.
-        quant: "none" or "tensor".
-        offset: What is added to the weight.
+    `x` [tokens, hidden] are this rank's partial sums, `weight` is [hidden], and `group` is the engine's coordinator. `offset` is
+    added to the weight. A y in e4m3 has the `scale`, float32 [1]. `results` are the `out` and `residual_out` of AllReduceNorm.
+    These may be x and the residual: where the kernel of this size cannot work in place, the results are copied.
     """
     alike = x.dim() == 2 and x.shape == residual.shape and x.dtype == weight.dtype == residual.dtype
     if group.world_size == 1 or not alike or x.dtype not in DTYPES or x.shape[1] % 8 or x.shape[1] > 16384:
-        return False
-    tokens, hidden = x.shape
+        return None
+    (tokens, hidden), quant = x.shape, "none" if scale is None else "tensor"
 
-    def ranges(world: World) -> list[tuple[int, int]]:
+    def ranges(world: World) -> Ranges:
         return norm_ranges(hidden, DTYPES[x.dtype], group.world_size, quant=quant, offset=offset, world=world)
 
-    name, key = f"norms of {hidden} columns", ("norm", hidden, x.dtype, x.device, quant, offset)
-    return serves(tokens, group.device_group, x.device, key, name, ranges)
-
-
-def normed(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    group: Any,
-    eps: float,
-    *,
-    quant: str = "none",
-    offset: int = 0,
-    scale: Tensor | None = None,
-    **results: Tensor | None,
-) -> tuple[Tensor, ...] | None:
-    """y and the new residual of a call that is `taken`; see AllReduceNorm. None where a capture runs and nothing is prepared.
-
-    `results` are the `out` and `residual_out` of AllReduceNorm. These may be x and the residual: where the kernel of this size
-    cannot work in place, the results are copied.
-    """
-    norm = _module_of(x, group, eps, quant, offset)
-    if norm is None:
+    key = hidden, x.dtype, x.device, quant, offset
+    if not serves(tokens, group.device_group, x.device, ("norm", *key), f"norms of {hidden} columns", ranges):
         return None
+    norm = _norms.setdefault(group.device_group, {}).get((*key, eps))
+    if norm is None:
+        if capturing(x.device):
+            return None
+        norm = prepare(group, hidden, x.dtype, x.device, eps, quant=quant, offset=offset)
     brought = {name: tensor for name, tensor in results.items() if tensor is not None}
     apart = not {tensor.data_ptr() for tensor in brought.values()} & {x.data_ptr(), residual.data_ptr()}
     if apart or norm.works_in_place(len(x)):
@@ -97,9 +92,85 @@ def forget(group: Any) -> None:
         norm.close()
 
 
-def _module_of(x: Tensor, group: Any, eps: float, quant: str, offset: int) -> AllReduceNorm | None:
-    key = x.shape[1], x.dtype, x.device, quant, offset, eps
-    norm = _norms.setdefault(group.device_group, {}).get(key)
-    if norm is None and not capturing(x.device):
-        norm = prepare(group, x.shape[1], x.dtype, x.device, eps, quant=quant, offset=offset)
-    return norm
+# Layers whose sum is left to the norm.
+
+Product = Callable[[Tensor], Tensor]
+Source = tuple[Any, rows.Row, Tensor, Product]
+Norm = Callable[[Tensor, Tensor], Any]
+"""Takes rows and a residual; it may overwrite both."""
+SOURCE, WAYS = "_autotax_source", "_autotax_summed_first"
+"""Attributes of a layer's result: the layer and its input; and of a layer: by tokens, whether the second way is the faster."""
+
+
+class Pending(Tensor):
+    """The product of a layer, not yet computed. Any operation of torch computes it and goes on with the plain tensor."""
+
+    layer: Any
+    input: Tensor
+    product: Product
+    computed: Tensor | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def of(layer: Any, x: Tensor, product: Product, columns: int) -> Pending:
+        shape = (*x.shape[:-1], columns)
+        made: Pending = Tensor._make_wrapper_subclass(Pending, shape, dtype=x.dtype, device=x.device)
+        made.layer, made.input, made.product, made.computed = layer, x, product, None
+        return made
+
+    def value(self) -> Tensor:
+        if self.computed is None:
+            self.computed = self.product(self.input)
+        return self.computed
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        plain = tree_map_only(cls, cls.value, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+def unsummed(layer: Any, row: rows.Row | None, x: Any, product: Product) -> Tensor:
+    """The result of a layer without a sum: its product, or a Pending. `product` is the engine's."""
+    if row is None or torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.dim() != 2:
+        return product(x)
+    summed_first = vars(layer).get(WAYS, {}).get(power_of_two(len(x)))
+    if summed_first:
+        return Pending.of(layer, x, product, layer.output_size)
+    y = product(x)
+    if summed_first is None:
+        setattr(y, SOURCE, (layer, row, x, product))
+    return y
+
+
+def summed_and_normed(hidden: Tensor, residual: Tensor, group: Any, fused: Norm, alone: Norm) -> Any:
+    """The results of the engine's function `fused`, which sums, adds and norms, or of its norm `alone` behind our sum.
+
+    `hidden` [tokens, hidden] are the partial sums of this rank, `group` is the engine's coordinator.
+    """
+    if isinstance(hidden, Pending):
+        row = hidden.layer._autotax_row
+        if hidden.computed is None and row is not None:
+            return alone(rows.run(row, hidden.layer, hidden.input), residual)
+        return fused(hidden.value(), residual)
+    source: Source | None = vars(hidden).pop(SOURCE, None)
+    if source is not None and not capturing(hidden.device):
+        _decide(source, residual, group, fused, alone)
+    return fused(hidden, residual)
+
+
+def _decide(source: Source, residual: Tensor, group: Any, fused: Norm, alone: Norm) -> None:
+    """Measures both ways for this number of tokens. Collective."""
+    layer, row, x, product = source
+    world = World.of(group.device_group, x.device)
+    summed_first = layer.__dict__.setdefault(WAYS, {})
+
+    ways: list[Callable[[], Any]] = [
+        lambda: fused(product(x), residual.clone()), lambda: alone(rows.run(row, layer, x), residual.clone()),
+    ]  # fmt: skip
+    us = [least_microseconds(world, x.device, way) for way in ways]
+    slowest = [max(of_ranks) for of_ranks in zip(*world.gather(us, list[float]), strict=True)]
+    chosen = summed_first[power_of_two(len(x))] = slowest[1] < slowest[0]
+    first = "sums with its product" if chosen else "leaves its sum to the norm"
+    name = cast(str, getattr(layer, "prefix", "")) or type(layer).__name__
+    log.info("autotax: %s %s for %d tokens (%.1f against %.1f us)", name, first, len(x), min(slowest), max(slowest))

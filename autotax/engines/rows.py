@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from autotax.heap.world import World
 from autotax.nn.consensus import DTYPES
 from autotax.operators.scaled import SCALES_OF, scales_shape
 from autotax.torch import scaled, symm_mem
-from autotax.torch.calls import NotTaken
+from autotax.torch.plans import NotTaken
 
 log = logging.getLogger("autotax")
 SCALES = "autotax_scales"
@@ -54,15 +54,11 @@ def serves(row: Row | None, summed: bool, mode: bool) -> TypeGuard[Row]:
 
 def run(row: Row, layer: Any, x: Tensor, batch_invariant: bool = False) -> Tensor:
     """The sum over the ranks of the layer's products, or the product of gathered rows, without a bias."""
-    y: Tensor
-    if row.quantize:
-        scale = layer.input_scale if row.quantize == "static" else None
-        scales = getattr(layer, row.scales)
-        how = row.quantize, row.collective, row.group
-        y = torch.ops.autotax.fused_quantised_matmul(x, layer.weight, scale, scales, *how)
-    else:
-        y = torch.ops.autotax.fused_matmul_all_reduce(x, layer.weight.t(), row.group, batch_invariant)
-    return y
+    if not row.quantize:
+        return cast(Tensor, torch.ops.autotax.fused_matmul_all_reduce(x, layer.weight.t(), row.group, batch_invariant))
+    scale = layer.input_scale if row.quantize == "static" else None
+    how = getattr(layer, row.scales), row.quantize, row.collective, row.group
+    return cast(Tensor, torch.ops.autotax.fused_quantised_matmul(x, layer.weight, scale, *how))
 
 
 def plain_row(n: int, k: int, dtype: torch.dtype, group: Any, device: torch.device, name: str) -> Row | None:
@@ -85,16 +81,9 @@ def plain_row(n: int, k: int, dtype: torch.dtype, group: Any, device: torch.devi
 def scaled_row(
     layer: Any, stored: Stored, result: torch.dtype, k: int, group: Any, name: str, collective: str = scaled.ALL_REDUCE
 ) -> Row | None:
-    """The row of a layer with an FP8 weight. Collective, after the engine has stored the weight. None as for `plain_row`.
+    """The row of a layer with an FP8 weight, for inputs [tokens, k] and results of type `result`. None as for `plain_row`.
 
-    Args:
-        layer: The engine's.
-        stored: How its weight is stored.
-        result: The type of inputs and results.
-        k: Elements of an input row.
-        group: The engine's coordinator.
-        name: Of the layer, for logs.
-        collective: Of the layer.
+    Collective, after the engine has stored the weight. `group` is the engine's coordinator, `name` that of the layer in logs.
     """
     try:
         n, scales, alike = _checked(layer, stored, result, k)
@@ -121,12 +110,10 @@ def scaled_row(
             return None
 
         def product(of: Tensor) -> Tensor:
-            part: Tensor = here.quant_method.apply(here, of, bias=None)
-            return part
+            return cast(Tensor, here.quant_method.apply(here, of, bias=None))
 
         if collective == scaled.ALL_REDUCE:
-            total: Tensor = group.all_reduce(product(x))
-            return total
+            return cast(Tensor, group.all_reduce(product(x)))
         return scaled.with_collective(x, product, collective, group.device_group)
 
     scaled.run_by(layer.weight, engines)

@@ -5,7 +5,7 @@ throw the gathered input away but let torch return it; here they do not. Row-par
 the sum with their product where a winner is faster. Merges of decode context parallelism use winners by number of tokens.
 
 In SGLang's deterministic mode row-parallel layers may run one config for all numbers of tokens, and the rest is SGLang's own: see
-autotax.engines.batch_invariance.
+autotax.engines.plugin.
 
 The drop-ins for `sglang/srt/layers/dcp/comm.py` have the same names, signatures and results. They take O [tokens, heads,
 head_dim] and LSE [tokens, heads] of this rank, and `cp_group`, SGLang's GroupCoordinator. They do not use `ctx`,
@@ -15,11 +15,11 @@ torch only in functions.
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from autotax.engines import batch_invariance
-from autotax.engines.contracts import Contract, Part, first_broken, take
+from autotax.engines.plugin import Contract, Part, first_broken, sglang_is_invariant, take
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,142 +27,82 @@ if TYPE_CHECKING:
     from autotax.engines.rows import Row, Stored
 
 _LINEAR, _SP, _DCP = "sglang.srt.layers.linear", "sglang.srt.layers.layernorm_sp", "sglang.srt.layers.dcp.comm"
-_REGISTRY = Contract(
-    "sglang.srt.plugins.hook_registry", "HookRegistry.register", ("cls", "target", "hook", "hook_type", "source")
-)
+_REGISTRY = Contract.of("sglang.srt.plugins.hook_registry", "HookRegistry.register", "cls target hook hook_type source")
 _LAYERS = (
-    Contract(_LINEAR, "RowParallelLinear.forward", ("self", "input_", "skip_all_reduce", "forward_batch", "output_tensor")),
-    Contract("sglang.srt.layers.moe.utils", "should_skip_mlp_all_reduce", ()),
-    Contract(_SP, "column_parallel_g_matmul", ("linear", "input_parallel", "bias")),
-    Contract(_SP, "row_parallel_gbar_matmul", ("linear", "input_", "bias")),
-    Contract(_SP, "sp_fused_matmul_eligible", ("linear",)),
-    Contract(_SP, "sp_num_tokens", ()),
+    Contract.of(_LINEAR, "RowParallelLinear.forward", "self input_ skip_all_reduce forward_batch output_tensor"),
+    Contract.of("sglang.srt.layers.moe.utils", "should_skip_mlp_all_reduce"),
+    Contract.of(_SP, "column_parallel_g_matmul", "linear input_parallel bias"),
+    Contract.of(_SP, "row_parallel_gbar_matmul", "linear input_ bias"),
+    Contract.of(_SP, "sp_fused_matmul_eligible", "linear"),
+    Contract.of(_SP, "sp_num_tokens"),
     _REGISTRY,
 )
+_QUANTISED = "sglang.srt.layers.quantization"
 _FP8 = (
-    Contract("sglang.srt.layers.quantization.fp8", "Fp8LinearMethod.apply", ("self", "layer", "x", "bias")),
-    Contract("sglang.srt.layers.quantization.w8a8_fp8", "W8A8Fp8LinearMethod.apply", ("self", "layer", "x", "bias")),
+    Contract.of(f"{_QUANTISED}.fp8", "Fp8LinearMethod.apply", "self layer x bias"),
+    Contract.of(f"{_QUANTISED}.w8a8_fp8", "W8A8Fp8LinearMethod.apply", "self layer x bias"),
 )
-_O_AND_LSE = ("cp_attn_out", "cp_attn_lse", "cp_group")
+_O_AND_LSE = "cp_attn_out cp_attn_lse cp_group"
 _MERGING = (
-    Contract(_DCP, "dcp_a2a_lse_reduce", (*_O_AND_LSE, "is_lse_base_on_e", "cuda_graph_buffers", "comm_backend")),
-    Contract(_DCP, "cp_lse_ag_out_rs_mha", (*_O_AND_LSE, "return_lse")),
-    Contract(_DCP, "cp_lse_ag_out_rs_mla", (*_O_AND_LSE, "ctx", "is_lse_base_on_e")),
+    Contract.of(_DCP, "dcp_a2a_lse_reduce", f"{_O_AND_LSE} is_lse_base_on_e cuda_graph_buffers comm_backend"),
+    Contract.of(_DCP, "cp_lse_ag_out_rs_mha", f"{_O_AND_LSE} return_lse"),
+    Contract.of(_DCP, "cp_lse_ag_out_rs_mla", f"{_O_AND_LSE} ctx is_lse_base_on_e"),
     _REGISTRY,
 )
 _NORM, _FUSED = "sglang.srt.layers.layernorm", "sglang.kernels.ops.communication.all_reduce_fusion"
 _NORMING = (
-    Contract(
-        _NORM,
-        "_forward_with_allreduce_fusion",
-        ("norm_module", "x", "residual", "post_residual_addition", "weight", "use_attn_tp_group"),
+    Contract.of(
+        _NORM, "_forward_with_allreduce_fusion", "norm_module x residual post_residual_addition weight use_attn_tp_group"
     ),
-    Contract(
-        _FUSED,
-        "all_reduce_residual_norm",
-        (
-            "input", "residual", "norm_weight", "norm_eps", "world_size", "gemma", "residual_out", "cluster_size", "two_shot",
-            "vecs_per_thread",
-        ),
+    Contract.of(
+        _FUSED, "all_reduce_residual_norm",
+        "input residual norm_weight norm_eps world_size gemma residual_out cluster_size two_shot vecs_per_thread",
     ),
     _REGISTRY,
 )  # fmt: skip
 CONTRACTS = (*_LAYERS, *_FP8, *_MERGING[:-1], *_NORMING[:-1])
-log = logging.getLogger("autotax")
-_UNKNOWN = object()
 _installed = False
 """Whether this plugin has installed our implementations of torch's fused operators."""
 
 
-def dcp_a2a_lse_reduce(
-    cp_attn_out: Tensor,
-    cp_attn_lse: Tensor,
-    cp_group: Any,
-    is_lse_base_on_e: bool = True,
-    cuda_graph_buffers: dict[str, Tensor] | None = None,
-    comm_backend: str = "a2a",
-) -> Tensor:
-    """The merged O of this rank's heads [tokens, heads / ranks, head_dim]."""
-    del cuda_graph_buffers, comm_backend
-    return _own_heads(cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e)[0]
-
-
-def cp_lse_ag_out_rs_mha(
-    cp_attn_out: Tensor, cp_attn_lse: Tensor, cp_group: Any, return_lse: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The merge for natural logarithms, and with `return_lse` the merged LSE [tokens, heads / ranks]."""
-    result, sums = _own_heads(cp_attn_out, cp_attn_lse, cp_group, True)
-    return (result, sums) if return_lse else result
-
-
-def cp_lse_ag_out_rs_mla(
-    cp_attn_out: Tensor, cp_attn_lse: Tensor, cp_group: Any, ctx: Any = None, is_lse_base_on_e: bool = False
-) -> Tensor:
-    """The merged O of this rank's heads, in the layout of SGLang's callers: [heads / ranks, tokens, head_dim]."""
-    del ctx
-    if cp_group.world_size == 1:
-        return cp_attn_out
-    return _own_heads(cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e)[0].transpose(0, 1)
-
-
-def _own_heads(o: Tensor, lse: Tensor, cp_group: Any, base_on_e: bool) -> tuple[Tensor, Tensor]:
-    from autotax.engines.merges import merged
-
-    ranks = cp_group.world_size
-    if ranks == 1:
-        return o, lse
-    if o.shape[1] % ranks:
-        raise ValueError(f"cp_attn_out has {o.shape[1]} heads on {ranks} ranks; they must be a multiple of these: give as many")
-    return merged(o, lse, cp_group, output="head_scatter", base_on_e=base_on_e)
-
-
 def register() -> None:
     """The entry point in each process of SGLang. Never raises: a part that differs in SGLang stays as it is, with one line."""
+    merges = {f"{_DCP}.{name}": hook for name, hook in _MERGES.items()}
+    norms = {
+        f"{_NORM}._forward_with_allreduce_fusion": forward_with_allreduce_fusion,
+        f"{_FUSED}.all_reduce_residual_norm": all_reduce_residual_norm,
+    }
     layers = Part("parallel layers", _LAYERS, _hook_layers)
-    if batch_invariance.sglang():
-        take("SGLang", (layers,), log)
-        return
-    parts = (
-        layers,
-        Part("decode merges", _MERGING, _hook_merges),
-        Part("norms", _NORMING, _hook_norms),
-    )
-    take("SGLang", parts, log)
+    others = Part("decode merges", _MERGING, partial(_hook, merges)), Part("norms", _NORMING, partial(_hook, norms))
+    take("SGLang", (layers,) if sglang_is_invariant() else (layers, *others))
+
+
+def _hook(hooks: Mapping[str, Any]) -> None:
+    """Registers functions that run around SGLang's."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found]
+
+    for name, hook in hooks.items():
+        HookRegistry.register(name, hook, HookType.AROUND)
 
 
 def _hook_layers() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found]
-
     import autotax.torch
 
     global _installed
-    if not batch_invariance.sglang():
+    if not sglang_is_invariant():
         autotax.torch.install(prove=True)
         _installed = True
-    HookRegistry.register(f"{_SP}.column_parallel_g_matmul", column_parallel, HookType.AROUND)
-    HookRegistry.register(f"{_SP}.row_parallel_gbar_matmul", scattered_row_parallel, HookType.AROUND)
-    HookRegistry.register(f"{_LINEAR}.RowParallelLinear.forward", row_parallel, HookType.AROUND)
-
-
-def _hook_merges() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    hooks = {"dcp_a2a_lse_reduce": _run_a2a, "cp_lse_ag_out_rs_mha": _run_mha, "cp_lse_ag_out_rs_mla": _run_mla}
-    for name, hook in hooks.items():
-        HookRegistry.register(f"{_DCP}.{name}", hook, HookType.AROUND)
-
-
-def _hook_norms() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{_NORM}._forward_with_allreduce_fusion", forward_with_allreduce_fusion, HookType.AROUND)
-    HookRegistry.register(f"{_FUSED}.all_reduce_residual_norm", all_reduce_residual_norm, HookType.AROUND)
+    _hook({
+        f"{_SP}.column_parallel_g_matmul": column_parallel,
+        f"{_SP}.row_parallel_gbar_matmul": scattered_row_parallel,
+        f"{_LINEAR}.RowParallelLinear.forward": row_parallel,
+    })  # fmt: skip
 
 
 def _stands_back() -> bool:
     """Whether SGLang is in deterministic mode. If so, this also restores torch's fused operators."""
     global _installed
-    if not batch_invariance.sglang():
+    if not sglang_is_invariant():
         return False
     if _installed:
         import autotax.torch
@@ -172,33 +112,46 @@ def _stands_back() -> bool:
     return True
 
 
+# A merge with `original` is a hook around SGLang's function: that runs numbers of tokens without a winner.
+
 def _run_a2a(
-    original: Any,
-    cp_attn_out: Any,
-    cp_attn_lse: Any,
-    cp_group: Any,
-    is_lse_base_on_e: bool = True,
-    cuda_graph_buffers: Any = None,
-    comm_backend: str = "a2a",
-) -> Any:
-    """A merge by an all-to-all. FlashInfer's kernel still runs if SGLang selects it."""
-    tuned = comm_backend == "a2a" and _serves_merge(cp_attn_out, cp_group, is_lse_base_on_e)
-    run = dcp_a2a_lse_reduce if tuned else original
-    return run(cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e, cuda_graph_buffers, comm_backend)
+    original: Any, cp_attn_out: Any, cp_attn_lse: Any, cp_group: Any, is_lse_base_on_e: bool = True,
+    cuda_graph_buffers: Any = None, comm_backend: str = "a2a",
+) -> Any:  # fmt: skip
+    """The merged O of this rank's heads [tokens, heads / ranks, head_dim]. SGLang may select FlashInfer's kernel."""
+    if original and (comm_backend != "a2a" or not _serves_merge(cp_attn_out, cp_group, is_lse_base_on_e)):
+        return original(cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e, cuda_graph_buffers, comm_backend)
+    return _own_heads(cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e)[0]
 
 
 def _run_mha(original: Any, cp_attn_out: Any, cp_attn_lse: Any, cp_group: Any, return_lse: bool = False) -> Any:
-    """A merge by an all-gather and an all-reduce."""
-    run = cp_lse_ag_out_rs_mha if _serves_merge(cp_attn_out, cp_group, True) else original
-    return run(cp_attn_out, cp_attn_lse, cp_group, return_lse)
+    """The merge for natural logarithms, and with `return_lse` the merged LSE [tokens, heads / ranks]."""
+    if original and not _serves_merge(cp_attn_out, cp_group, True):
+        return original(cp_attn_out, cp_attn_lse, cp_group, return_lse)
+    result, sums = _own_heads(cp_attn_out, cp_attn_lse, cp_group, True)
+    return (result, sums) if return_lse else result
 
 
 def _run_mla(
     original: Any, cp_attn_out: Any, cp_attn_lse: Any, cp_group: Any, ctx: Any = None, is_lse_base_on_e: bool = False
 ) -> Any:
-    """A merge by an all-gather and a reduce-scatter."""
-    run = cp_lse_ag_out_rs_mla if _serves_merge(cp_attn_out, cp_group, is_lse_base_on_e) else original
-    return run(cp_attn_out, cp_attn_lse, cp_group, ctx, is_lse_base_on_e)
+    """The merged O of this rank's heads, in the layout of SGLang's callers: [heads / ranks, tokens, head_dim]."""
+    if original and not _serves_merge(cp_attn_out, cp_group, is_lse_base_on_e):
+        return original(cp_attn_out, cp_attn_lse, cp_group, ctx, is_lse_base_on_e)
+    result = _own_heads(cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e)[0]
+    return result if cp_group.world_size == 1 else result.transpose(0, 1)
+
+
+_MERGES: dict[str, Callable[..., Any]] = {
+    "dcp_a2a_lse_reduce": _run_a2a, "cp_lse_ag_out_rs_mha": _run_mha, "cp_lse_ag_out_rs_mla": _run_mla,
+}  # fmt: skip
+dcp_a2a_lse_reduce, cp_lse_ag_out_rs_mha, cp_lse_ag_out_rs_mla = (partial(merge, None) for merge in _MERGES.values())
+
+
+def _own_heads(o: Tensor, lse: Tensor, cp_group: Any, base_on_e: bool) -> tuple[Tensor, Tensor]:
+    from autotax.engines.merges import merged
+
+    return merged(o, lse, cp_group, output="head_scatter", base_on_e=base_on_e)
 
 
 def _serves_merge(o: Any, cp_group: Any, base_on_e: bool) -> bool:
@@ -208,18 +161,13 @@ def _serves_merge(o: Any, cp_group: Any, base_on_e: bool) -> bool:
 
 
 def forward_with_allreduce_fusion(
-    original: Any,
-    norm_module: Any,
-    x: Any,
-    residual: Any,
-    post_residual_addition: Any,
-    weight: Any,
+    original: Any, norm_module: Any, x: Any, residual: Any, post_residual_addition: Any, weight: Any,
     use_attn_tp_group: bool = True,
-) -> Any:
+) -> Any:  # fmt: skip
     """All-reduce, residual and norm, called by norms of layers whose sum was left out. Ours for the tensor-parallel group."""
     from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
 
-    from autotax.engines import pending
+    from autotax.engines import norms
 
     whole = use_attn_tp_group and getattr(norm_module, "variance_size_override", None) is None
 
@@ -228,37 +176,25 @@ def forward_with_allreduce_fusion(
         return original(norm_module, x, residual, None, weight, use_attn_tp_group) if outputs is None else outputs[:2]
 
     if residual is not None and whole and post_residual_addition is None:
-        return pending.normed(x, residual, get_parallel().tp_group, fused, norm_module)
+        return norms.summed_and_normed(x, residual, get_parallel().tp_group, fused, norm_module)
     return original(norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group)
 
 
 def all_reduce_residual_norm(
-    original: Any,
-    input: Any,
-    residual: Any,
-    norm_weight: Any,
-    norm_eps: float,
-    *,
-    world_size: int,
-    gemma: bool = False,
-    residual_out: Any = None,
-    cluster_size: Any = None,
-    two_shot: Any = None,
-    vecs_per_thread: Any = None,
-) -> Any:
+    original: Any, input: Any, residual: Any, norm_weight: Any, norm_eps: float, *, world_size: int, gemma: bool = False,
+    residual_out: Any = None, **how: Any,
+) -> Any:  # fmt: skip
     """SGLang's own one-shot kernel. Ours where nobody has chosen how SGLang's is to run."""
-    if cluster_size is two_shot is vecs_per_thread is None:
-        outputs = _normed(input, residual, norm_weight, norm_eps, world_size, int(gemma), residual_out)
+    if not any(value is not None for value in how.values()):
+        outputs = _normed(input, residual, norm_weight, norm_eps, world_size, offset=int(gemma), residual_out=residual_out)
         if outputs is not None:
             return outputs[0], outputs[1]
-    options = {"cluster_size": cluster_size, "two_shot": two_shot, "vecs_per_thread": vecs_per_thread}
-    options |= {"world_size": world_size, "gemma": gemma, "residual_out": residual_out}
-    return original(input, residual, norm_weight, norm_eps, **options)
+    return original(
+        input, residual, norm_weight, norm_eps, world_size=world_size, gemma=gemma, residual_out=residual_out, **how
+    )
 
 
-def _normed(
-    x: Any, residual: Any, weight: Any, eps: float, ranks: int | None = None, offset: int = 0, residual_out: Any = None
-) -> Any:
+def _normed(x: Any, residual: Any, weight: Any, eps: float, ranks: int | None = None, **more: Any) -> Any:
     """The results of `autotax.engines.norms.normed`; None where SGLang's own function is to run."""
     from sglang.srt.runtime_context import get_parallel
 
@@ -268,9 +204,7 @@ def _normed(
     group = parallel.tp_group
     # SGLang may give attention a smaller group than `tp_group`.
     alike = getattr(parallel, "attn_tp_size", group.world_size) == group.world_size == (ranks or group.world_size)
-    if _stands_back() or not alike or not norms.taken(x, weight, residual, group, offset=offset):
-        return None
-    return norms.normed(x, weight, residual, group, eps, offset=offset, residual_out=residual_out)
+    return None if _stands_back() or not alike else norms.normed(x, residual, weight, group, eps, **more)
 
 
 def column_parallel(original: Any, linear: Any, input_parallel: Any, bias: Any) -> Any:
@@ -324,26 +258,23 @@ def row_parallel(
     from sglang.srt.layers.moe.utils import should_skip_mlp_all_reduce  # type: ignore[import-not-found]
     from sglang.srt.runtime_context import get_exec, get_forward
 
-    from autotax.engines import pending, rows
+    from autotax.engines import norms, rows
     from autotax.nn.groups import capturing
 
-    mode = _stands_back()
-    if not isinstance(input_, torch.Tensor):  # the norm in front of the layer may have quantised its input
-        return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
-    row = vars(layer).get("_autotax_row", _UNKNOWN)
-    if row is _UNKNOWN and capturing(input_.device):
-        return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
-    if row is _UNKNOWN:
-        row = layer._autotax_row = _row_of(layer)
-    otherwise = should_skip_mlp_all_reduce() or get_forward().sp_active or layer.use_decode_attn_tp
-    otherwise = otherwise or output_tensor is not None or get_exec().comm.enable_quant_communications
+    def theirs(x: Any) -> Any:
+        return original(layer, x, skip_all_reduce, forward_batch, output_tensor)
+
+    row, mode = None, _stands_back()
+    if isinstance(input_, torch.Tensor):  # the norm in front of the layer may have quantised its input
+        if "_autotax_row" not in vars(layer) and not capturing(input_.device):
+            layer._autotax_row = _row_of(layer)
+        row = vars(layer).get("_autotax_row")
     summed = layer.reduce_results and not skip_all_reduce
-    if not rows.serves(row, summed, mode) or otherwise:
-        return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
-    if not summed:
-        output = pending.result(layer, row, input_, lambda x: original(layer, x, skip_all_reduce, forward_batch, None)[0])
-    else:
-        output = rows.run(row, layer, input_, mode)
+    if not rows.serves(row, summed, mode) or should_skip_mlp_all_reduce() or get_forward().sp_active:
+        return theirs(input_)
+    if layer.use_decode_attn_tp or output_tensor is not None or get_exec().comm.enable_quant_communications:
+        return theirs(input_)
+    output = rows.run(row, layer, input_, mode) if summed else norms.unsummed(layer, row, input_, lambda x: theirs(x)[0])
     return output, layer.bias if layer.skip_bias_add else None
 
 
@@ -375,8 +306,8 @@ def _scaled_row(layer: Any, collective: str) -> Row | None:
     stored, group = _stored(layer), get_parallel().tp_group
     k = getattr(layer, "input_size_per_partition", None) or layer.input_size
     name = getattr(layer, "prefix", "") or f"a layer of {layer.output_size} x {k}"
-    if isinstance(stored, rows.Stored) and (broken := first_broken(_FP8)):
-        stored = broken
+    if isinstance(stored, rows.Stored):
+        stored = first_broken(_FP8) or stored
     if isinstance(stored, str):
         rows.left(name, stored)
     if not isinstance(stored, rows.Stored) or group.world_size == 1:

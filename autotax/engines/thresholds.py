@@ -10,7 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
 from autotax import __version__
@@ -38,28 +38,24 @@ _remembered: WeakKeyDictionary[Any, dict[Hashable, Ranges]] = WeakKeyDictionary(
 log = logging.getLogger("autotax")
 
 
+class Where(TypedDict, total=False):
+    """Where winners are looked up. With `world` stale winners are first proven again, and the call is collective."""
+
+    hardware: Hardware | None
+    db: str | Path | None
+    conditions: Conditions | None
+    world: World | None
+
+
 def token_ranges(
-    n: int,
-    k: int,
-    dtype: str,
-    ranks: int,
-    *,
-    output: str = "replicated",
-    scales: str = "none",
-    result: str = "bf16",
-    quantize: str = "none",
-    most: int = MOST_TOKENS,
-    hardware: Hardware | None = None,
-    db: str | Path | None = None,
-    conditions: Conditions | None = None,
-    world: World | None = None,
-) -> Ranges:
+    n: int, k: int, dtype: str, ranks: int, *, output: str = "replicated", scales: str = "none", result: str = "bf16",
+    quantize: str = "none", most: int = MOST_TOKENS, **where: Unpack[Where],
+) -> Ranges:  # fmt: skip
     """Numbers of tokens, first and last of each range, for which a row-parallel layer has a winner that is not bulk-synchronous.
 
     The layer's weight is [n, k] on each rank; `output` is "replicated" for an all-reduce, "scattered" for a reduce-scatter, and
     "gathered" for a column-parallel layer that gathers its rows.
     `scales`, `result` and `quantize` are those of a weight in e4m3. There are none for sizes that kernels do not take.
-    With `world` stale winners are first proven again, and the call is collective.
     """
     more = ranks, "nk", scales, result, quantize
 
@@ -69,7 +65,7 @@ def token_ranges(
         return GemmReduceScatter(tokens, n, k, dtype, output, *more)
 
     try:
-        return _won(problem_of, most, hardware, db, conditions, world)
+        return _won(problem_of, most, **where)
     except UsageError:
         return []
 
@@ -87,38 +83,19 @@ def kept_bits(n: int, k: int, dtype: str, ranks: int, name: str, world: World) -
 
 
 def merge_ranges(
-    heads: int,
-    head_dim: int,
-    dtype: str,
-    ranks: int,
-    *,
-    output: str = "head_scatter",
-    base: str = "e",
-    most: int = MOST_MERGED,
-    hardware: Hardware | None = None,
-    db: str | Path | None = None,
-    conditions: Conditions | None = None,
-    world: World | None = None,
-) -> Ranges:
+    heads: int, head_dim: int, dtype: str, ranks: int, *, output: str = "head_scatter", base: str = "e", most: int = MOST_MERGED,
+    **where: Unpack[Where],
+) -> Ranges:  # fmt: skip
     """The same for merges of decode attention over ranks that each hold a part of the KV cache."""
-    return _won(lambda m: DecodeMerge(m, heads, head_dim, dtype, ranks, output, base), most, hardware, db, conditions, world)
+    return _won(lambda m: DecodeMerge(m, heads, head_dim, dtype, ranks, output, base), most, **where)
 
 
 def norm_ranges(
-    hidden: int,
-    dtype: str,
-    ranks: int,
-    *,
-    quant: str = "none",
-    offset: int = 0,
-    most: int = MOST_NORMED,
-    hardware: Hardware | None = None,
-    db: str | Path | None = None,
-    conditions: Conditions | None = None,
-    world: World | None = None,
-) -> Ranges:
+    hidden: int, dtype: str, ranks: int, *, quant: str = "none", offset: int = 0, most: int = MOST_NORMED,
+    **where: Unpack[Where],
+) -> Ranges:  # fmt: skip
     """The same for all-reduce, residual and norm: beyond these numbers a server's own function is the faster one."""
-    return _won(lambda m: AllReduceNorm(m, hidden, dtype, ranks, "added", quant, offset), most, hardware, db, conditions, world)
+    return _won(lambda m: AllReduceNorm(m, hidden, dtype, ranks, "added", quant, offset), most, **where)
 
 
 def serves(
@@ -156,7 +133,7 @@ def agreed(ranges: Ranges, name: str, world: World) -> Ranges:
 
     Collective: every rank asks for the same layers in the same order.
     """
-    from autotax.heap.collective_errors import by_rank
+    from autotax.heap.world import by_rank
 
     everybody = world.gather(ranges, Ranges)
     if all(others == ranges for others in everybody):
@@ -171,13 +148,9 @@ def listed(ranges: Sequence[tuple[int, int]]) -> str:
 
 
 def _won(
-    problem_of: Callable[[int], Problem],
-    most: int,
-    hardware: Hardware | None,
-    db: str | Path | None,
-    conditions: Conditions | None,
-    world: World | None,
-) -> Ranges:
+    problem_of: Callable[[int], Problem], most: int, *, hardware: Hardware | None = None, db: str | Path | None = None,
+    conditions: Conditions | None = None, world: World | None = None,
+) -> Ranges:  # fmt: skip
     ranges: Ranges = []
     problems = {last: problem_of(last) for last in buckets_up_to(most)}
     if world is not None:

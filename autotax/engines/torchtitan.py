@@ -6,14 +6,13 @@ configured. `autotax.torch.install()` before training does the same.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torchtitan.config.override import override  # type: ignore[import-not-found]
 from torchtitan.models.common.dist_gemm import AllGatherFusedFeedForward  # type: ignore[import-not-found]
 
 import autotax.torch
-from autotax.engines.watch import publish
+from autotax.engines.plugin import publish
 
 
 @override(target=AllGatherFusedFeedForward.Config, description="autotax: tuned collective products")
@@ -23,5 +22,5 @@ def tuned(config: Any, db: str | None = None) -> Any:
     """
     if not autotax.torch.status().operators:
         autotax.torch.install(db, prove=True)
-        publish("torchtitan", logging.getLogger("autotax"))
+        publish("torchtitan")
     return config

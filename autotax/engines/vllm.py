@@ -10,15 +10,14 @@ where winners are faster. vLLM loads this module in each process, so it imports 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
-import logging
 import sys
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
-from autotax.engines import batch_invariance
-from autotax.engines.contracts import Contract, Part, first_broken, take
+from autotax.engines.plugin import Contract, Part, first_broken, take, vllm_is_invariant
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,160 +25,81 @@ if TYPE_CHECKING:
     from autotax.engines.rows import Row, Stored
 
 
-def dcp_a2a_lse_reduce(
-    cp_attn_out: Tensor,
-    cp_attn_lse: Tensor,
-    cp_group: Any,
-    ctx: Any = None,
-    return_lse: bool = False,
-    is_lse_base_on_e: bool = True,
-    seq_lens: Tensor | None = None,
-    query_start_loc: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The merged O of this rank's heads [tokens, heads / ranks, head_dim], and with `return_lse` their LSE."""
-    del ctx
-    return _merge(cp_attn_out, cp_attn_lse, cp_group, return_lse, is_lse_base_on_e, seq_lens, query_start_loc, "head_scatter")
+def _merge(output: str, original: Callable[..., Any] | None = None) -> Any:
+    """A function of vLLM's that merges: by tuned kernels, or by `original` for numbers of tokens without a winner."""
+
+    def merge(
+        cp_attn_out: Tensor, cp_attn_lse: Tensor, cp_group: Any, ctx: Any = None, return_lse: bool = False,
+        is_lse_base_on_e: bool = True, seq_lens: Tensor | None = None, query_start_loc: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        """The merged O [tokens, heads, head_dim] of this rank's heads or of all, and with `return_lse` their LSE."""
+        from autotax.engines.merges import merged, taken
+
+        if original and (vllm_is_invariant() or not taken(cp_attn_out, cp_group, output, is_lse_base_on_e)):
+            more = seq_lens, query_start_loc
+            return original(cp_attn_out, cp_attn_lse, cp_group, ctx, return_lse, is_lse_base_on_e, *more)
+        options: Any = {"output": output, "base_on_e": is_lse_base_on_e}
+        result, sums = merged(cp_attn_out, cp_attn_lse, cp_group, seq_lens=seq_lens, query_start_loc=query_start_loc, **options)
+        return (result, sums) if return_lse else result
+
+    return wraps(original)(merge) if original else merge
 
 
-def cp_lse_ag_out_rs(
-    cp_attn_out: Tensor,
-    cp_attn_lse: Tensor,
-    cp_group: Any,
-    ctx: Any = None,
-    return_lse: bool = False,
-    is_lse_base_on_e: bool = True,
-    seq_lens: Tensor | None = None,
-    query_start_loc: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Like `dcp_a2a_lse_reduce`. vLLM's own version uses an all-gather and a reduce-scatter."""
-    del ctx
-    return _merge(cp_attn_out, cp_attn_lse, cp_group, return_lse, is_lse_base_on_e, seq_lens, query_start_loc, "head_scatter")
-
-
-def cp_lse_ag_out_ar(
-    cp_attn_out: Tensor,
-    cp_attn_lse: Tensor,
-    cp_group: Any,
-    ctx: Any = None,
-    return_lse: bool = False,
-    is_lse_base_on_e: bool = True,
-    seq_lens: Tensor | None = None,
-    query_start_loc: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The merged O of all heads [tokens, heads, head_dim], and with `return_lse` their LSE."""
-    del ctx
-    return _merge(cp_attn_out, cp_attn_lse, cp_group, return_lse, is_lse_base_on_e, seq_lens, query_start_loc, "replicated")
-
-
-def _merge(
-    o: Tensor,
-    lse: Tensor,
-    cp_group: Any,
-    return_lse: bool,
-    base_on_e: bool,
-    seq_lens: Tensor | None,
-    query_start_loc: Tensor | None,
-    output: str,
-) -> Tensor | tuple[Tensor, Tensor]:
-    from autotax.engines.merges import merged
-
-    if cp_group.world_size == 1:
-        return (o, lse) if return_lse else o
-    _require_shared_heads(o, cp_group.world_size, output)
-    held = _both(seq_lens, query_start_loc)
-    result, sums = merged(o, lse, cp_group, output=output, base_on_e=base_on_e, held=held)
-    return (result, sums) if return_lse else result
-
-
-def _require_shared_heads(o: Tensor, ranks: int, output: str) -> None:
-    if output == "head_scatter" and o.shape[1] % ranks:
-        raise ValueError(f"cp_attn_out has {o.shape[1]} heads on {ranks} ranks; they must be a multiple of these: give as many")
-
-
-def _both(seq_lens: Tensor | None, query_start_loc: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    if seq_lens is None and query_start_loc is None:
-        return None
-    if seq_lens is None or query_start_loc is None:
-        raise ValueError("seq_lens and query_start_loc belong together; one of them is not given: give both, or neither")
-    if seq_lens.dim() != 1 or query_start_loc.shape != (len(seq_lens) + 1,):
-        raise ValueError(
-            f"query_start_loc is {list(query_start_loc.shape)} for seq_lens {list(seq_lens.shape)}; it must have one element "
-            "more: give the first token of each sequence, and the end"
-        )
-    return seq_lens, query_start_loc
+MERGES = {"dcp_a2a_lse_reduce": "head_scatter", "cp_lse_ag_out_rs": "head_scatter", "cp_lse_ag_out_ar": "replicated"}
+"""vLLM's merge functions, each with the output of each rank."""
+dcp_a2a_lse_reduce, cp_lse_ag_out_rs, cp_lse_ag_out_ar = map(_merge, MERGES.values())
 
 
 # The plugin.
 
-_LINEAR, _DCP = "vllm.model_executor.layers.linear", "vllm.v1.attention.ops.dcp"
-_MERGE = (
-    "cp_attn_out", "cp_attn_lse", "cp_group", "ctx", "return_lse", "is_lse_base_on_e", "seq_lens", "query_start_loc",
-)  # fmt: skip
-MERGES = {"dcp_a2a_lse_reduce": "head_scatter", "cp_lse_ag_out_rs": "head_scatter", "cp_lse_ag_out_ar": "replicated"}
-"""vLLM's merge functions, each with the output of each rank."""
+_LAYERS, _DCP, _PARALLEL = "vllm.model_executor.layers", "vllm.v1.attention.ops.dcp", "vllm.distributed.parallel_state"
+_LINEAR, _QUANTISED = f"{_LAYERS}.linear", f"{_LAYERS}.quantization"
+_HASHING = Contract.of("vllm.config.vllm", "VllmConfig.compute_hash", "self include_version")
 _ROW_PARALLEL = (
-    Contract(_LINEAR, "RowParallelLinear.forward", ("self", "input_")),
-    Contract(
-        _LINEAR,
-        "RowParallelLinear.__init__",
-        (
-            "self", "input_size", "output_size", "bias", "input_is_parallel", "skip_bias_add", "params_dtype", "reduce_results",
-            "quant_config", "prefix", "return_bias", "disable_tp",
-        ),
+    Contract.of(_LINEAR, "RowParallelLinear.forward", "self input_"),
+    Contract.of(
+        _LINEAR, "RowParallelLinear.__init__",
+        "self input_size output_size bias input_is_parallel skip_bias_add params_dtype reduce_results quant_config prefix "
+        "return_bias disable_tp",
     ),
-    Contract(_LINEAR, "UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")),
-    Contract("vllm.model_executor.custom_op", "PluggableLayer.register_oot", ("cls", "_decorated_layer_cls", "name")),
-    Contract("vllm.distributed.parallel_state", "get_tp_group", ()),
-    Contract("vllm.distributed.parallel_state", "GroupCoordinator.all_reduce", ("self", "input_")),
+    Contract.of(_LINEAR, "UnquantizedLinearMethod.apply", "self layer x bias"),
+    Contract.of("vllm.model_executor.custom_op", "PluggableLayer.register_oot", "cls _decorated_layer_cls name"),
+    Contract.of(_PARALLEL, "get_tp_group"),
+    Contract.of(_PARALLEL, "GroupCoordinator.all_reduce", "self input_"),
+    _HASHING,
 )  # fmt: skip
-_QUANTISED = "vllm.model_executor.layers.quantization"
 _FP8 = (
-    Contract(f"{_QUANTISED}.fp8", "Fp8LinearMethod.apply", ("self", "layer", "x", "bias")),
-    Contract(f"{_QUANTISED}.fp8", "Fp8LinearMethod.process_weights_after_loading", ("self", "layer")),
-    Contract(f"{_QUANTISED}.input_quant_fp8", "QuantFP8.forward_native", ("self", "x", "scale", "scale_ub", "use_triton")),
+    Contract.of(f"{_QUANTISED}.fp8", "Fp8LinearMethod.apply", "self layer x bias"),
+    Contract.of(f"{_QUANTISED}.fp8", "Fp8LinearMethod.process_weights_after_loading", "self layer"),
+    Contract.of(f"{_QUANTISED}.input_quant_fp8", "QuantFP8.forward_native", "self x scale scale_ub use_triton"),
 )
-_MERGING = tuple(Contract(_DCP, name, _MERGE) for name in MERGES)
+_MERGE = "cp_attn_out cp_attn_lse cp_group ctx return_lse is_lse_base_on_e seq_lens query_start_loc"
+_MERGING = tuple(Contract.of(_DCP, name, _MERGE) for name in MERGES)
 _EAGER = {
-    "vllm.models.common.ops.fused_allreduce_rms_norm": ("fused_allreduce_rms_norm", 0),
-    "vllm.model_executor.layers.fused_allreduce_gemma_rms_norm": ("fused_allreduce_gemma_rms_norm", 1),
+    Contract.of("vllm.models.common.ops.fused_allreduce_rms_norm", "fused_allreduce_rms_norm", "hidden_states residual norm"): 0,
+    Contract.of(f"{_LAYERS}.fused_allreduce_gemma_rms_norm", "fused_allreduce_gemma_rms_norm", "hidden_states residual norm"): 1,
 }
-"""Modules of functions that eager models call, each with the function and the offset of its norm's weight."""
-_NORMING = {
-    module: Contract(module, name, ("hidden_states", "residual", "norm")) for module, (name, _) in _EAGER.items()
-}
-_FUSION, _FUSED = "vllm.compilation.passes.fusion.allreduce_rms_fusion", "call_trtllm_fused_allreduce_norm"
-_FUSING = Contract(
-    _FUSION,
-    _FUSED,
-    (
-        "allreduce_in", "residual", "rms_gamma", "rms_eps", "world_size", "launch_with_pdl", "fp32_acc", "max_token_num",
-        "pattern_code", "norm_out", "quant_out", "scale_out", "scale_factor", "weight_bias",
-    ),
+"""Functions that eager models call, each with the offset of its norm's weight."""
+_FUSING = Contract.of(
+    "vllm.compilation.passes.fusion.allreduce_rms_fusion", "call_trtllm_fused_allreduce_norm",
+    "allreduce_in residual rms_gamma rms_eps world_size launch_with_pdl fp32_acc max_token_num pattern_code norm_out quant_out "
+    "scale_out scale_factor weight_bias",
 )  # fmt: skip
-_HASHING = Contract("vllm.config.vllm", "VllmConfig.compute_hash", ("self", "include_version"))
+CONTRACTS = (*_ROW_PARALLEL[:-1], *_FP8, *_MERGING, *_EAGER, _FUSING, _HASHING)
 _library: Any = None
 """Holds our implementation of vLLM's fused operator."""
-CONTRACTS = (*_ROW_PARALLEL, *_FP8, *_MERGING, *_NORMING.values(), _FUSING, _HASHING)
-log = logging.getLogger("autotax")
 
 
 def register() -> None:
     """The entry point in each process of vLLM. Never raises: a part that differs in vLLM stays as it is, with one line."""
-    layers = Part("row-parallel layers", (*_ROW_PARALLEL, _HASHING), _replace_layer)
-    if batch_invariance.vllm():
-        take("vLLM", (layers,), log)
-        return
-    eager = [
-        Part(f"{name}", (_NORMING[module],), functools.partial(_wrap_eager_norms, module, name, offset))
-        for module, (name, offset) in _EAGER.items()
-    ]
-    parts = (
-        layers,
-        Part("decode merges", _MERGING, _wrap_merges),
-        *eager,
-        Part("compiled norms", (_FUSING,), _replace_fused_norm),
-    )
-    take("vLLM", parts, log)
+    parts = [Part("row-parallel layers", _ROW_PARALLEL, _replace_layer)]
+    if not vllm_is_invariant():
+        parts.append(Part("decode merges", _MERGING, _wrap_merges))
+        for norm, offset in _EAGER.items():
+            install = partial(_wrap, norm.module, norm.name, partial(_tuned_norm, offset))
+            parts.append(Part(norm.name, (norm,), install))
+        parts.append(Part("compiled norms", (_FUSING,), _replace_fused_norm))
+    take("vLLM", parts)
 
 
 def _replace_layer() -> str | None:
@@ -201,12 +121,12 @@ def _enter_key() -> None:
     if hasattr(original, "_autotax"):
         return
 
-    @functools.wraps(original)
+    @wraps(original)
     def compute_hash(self: Any, include_version: bool = True) -> str:
         from autotax.engines.thresholds import fingerprint
 
         own: str = original(self, include_version)
-        left = batch_invariance.vllm()
+        left = vllm_is_invariant()
         return own if left else hashlib.sha256((own + fingerprint("gemm-reduce-scatter")).encode()).hexdigest()[: len(own)]
 
     compute_hash._autotax = True  # type: ignore[attr-defined]
@@ -214,9 +134,8 @@ def _enter_key() -> None:
 
 
 def _wrap_merges() -> None:
-    """Wraps each merge function."""
-    for name in MERGES:
-        _wrap(_DCP, name, functools.partial(_tuned_merge, name=name))
+    for name, output in MERGES.items():
+        _wrap(_DCP, name, partial(_merge, output))
 
 
 def _wrap(module: str, name: str, wrapper: Any) -> None:
@@ -235,44 +154,33 @@ def _wrap(module: str, name: str, wrapper: Any) -> None:
 # All-reduce, residual and norm.
 
 
-def fused_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: int = 0, scale: Tensor | None = None,
-    out: Tensor | None = None, residual_out: Tensor | None = None,
-) -> tuple[Tensor, ...] | None:  # fmt: skip
+def _normed(x: Tensor, residual: Tensor, weight: Tensor, eps: float, **more: Any) -> tuple[Tensor, ...] | None:
     """The results of `autotax.engines.norms.normed` over vLLM's tensor-parallel group; None where vLLM's function is to run."""
     from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found]
 
     from autotax.engines import norms
 
-    quant, group = "none" if scale is None else "tensor", get_tp_group()
-    if batch_invariance.vllm() or not norms.taken(x, weight, residual, group, quant, offset):
-        return None
-    results = {"out": out, "residual_out": residual_out}
-    return norms.normed(x, weight, residual, group, eps, quant=quant, offset=offset, scale=scale, **results)
+    return None if vllm_is_invariant() else norms.normed(x, residual, weight, get_tp_group(), eps, **more)
 
 
-def _wrap_eager_norms(module: str, name: str, offset: int) -> None:
-    _wrap(module, name, functools.partial(_tuned_norm, offset=offset))
-
-
-def _tuned_norm(original: Any, offset: int) -> Any:
+def _tuned_norm(offset: int, original: Any) -> Any:
     """A function of vLLM that sums the partial results of layers with `reduce_results=False`, adds a residual and norms."""
 
-    @functools.wraps(original)
+    @wraps(original)
     def call(hidden_states: Any, residual: Any, norm: Any) -> Any:
         from vllm.distributed.parallel_state import get_tp_group
 
-        from autotax.engines import pending
+        from autotax.engines import norms
 
         weight, whole = norm.weight, getattr(norm, "variance_size_override", None) is None
 
         def fused(partial: Any, residual: Any) -> Any:
-            outputs = fused_norm(partial, residual, weight, norm.variance_epsilon, offset=offset) if whole else None
+            outputs = _normed(partial, residual, weight, norm.variance_epsilon, offset=offset) if whole else None
             return original(partial, residual, norm) if outputs is None else (outputs[0], outputs[1])
 
         if residual is None:
             return original(hidden_states, residual, norm)
-        return pending.normed(hidden_states, residual, get_tp_group(), fused, norm)
+        return norms.summed_and_normed(hidden_states, residual, get_tp_group(), fused, norm)
 
     return call
 
@@ -284,7 +192,7 @@ def _replace_fused_norm() -> None:
     global _library
     if _library is not None:
         return
-    original = getattr(importlib.import_module(_FUSION), _FUSED)
+    original = getattr(importlib.import_module(_FUSING.module), _FUSING.name)
     key = "CUDA" if torch.cuda.is_available() else "CPU"
     _library = torch.library.Library("vllm", "IMPL")
     _library.impl("flashinfer_trtllm_fused_allreduce_norm", _tuned_fused_norm(original), key, allow_override=True)
@@ -293,7 +201,7 @@ def _replace_fused_norm() -> None:
 def _tuned_fused_norm(original: Any) -> Any:
     """vLLM's operator: FlashInfer's fused kernel, or ours where it is taken. Both write the same tensors."""
 
-    @functools.wraps(original)
+    @wraps(original)
     def call_trtllm_fused_allreduce_norm(
         allreduce_in: Any, residual: Any, rms_gamma: Any, rms_eps: float, world_size: int, launch_with_pdl: bool,
         fp32_acc: bool, max_token_num: int, pattern_code: int, norm_out: Any = None, quant_out: Any = None,
@@ -309,7 +217,7 @@ def _tuned_fused_norm(original: Any) -> Any:
             out = quant_out if static else allreduce_in if norm_out is None else norm_out
             scale = scale_factor.view(1) if static else None
             more = {"offset": int(weight_bias), "scale": scale, "out": out, "residual_out": kept}
-            if fused_norm(allreduce_in, residual, rms_gamma, rms_eps, **more) is not None:
+            if _normed(allreduce_in, residual, rms_gamma, rms_eps, **more) is not None:
                 return
         original(
             allreduce_in, residual, rms_gamma, rms_eps, world_size, launch_with_pdl, fp32_acc, max_token_num, pattern_code,
@@ -319,38 +227,15 @@ def _tuned_fused_norm(original: Any) -> Any:
     return call_trtllm_fused_allreduce_norm
 
 
-def _tuned_merge(original: Any, name: str) -> Any:
-    """A function of vLLM that merges, with tuned kernels for numbers of tokens that have a winner."""
-    from autotax.engines.merges import taken
-
-    ours, output = globals()[name], MERGES[name]
-
-    @functools.wraps(original)
-    def merge(
-        cp_attn_out: Any,
-        cp_attn_lse: Any,
-        cp_group: Any,
-        ctx: Any = None,
-        return_lse: bool = False,
-        is_lse_base_on_e: bool = True,
-        seq_lens: Any = None,
-        query_start_loc: Any = None,
-    ) -> Any:
-        run = ours if not batch_invariance.vllm() and taken(cp_attn_out, cp_group, output, is_lse_base_on_e) else original
-        return run(cp_attn_out, cp_attn_lse, cp_group, ctx, return_lse, is_lse_base_on_e, seq_lens, query_start_loc)
-
-    return merge
-
-
 def tuned_layer(base: type[Any]) -> type[Any]:
     """vLLM's RowParallelLinear with a sum that is tuned."""
     import torch
 
-    from autotax.engines import pending, rows
+    from autotax.engines import norms, rows
 
     @torch.compiler.assume_constant_result
     def invariant() -> bool:
-        return batch_invariance.vllm()
+        return vllm_is_invariant()
 
     class TunedRowParallelLinear(base):
         def __init__(self, *args: Any, **more: Any) -> None:
@@ -366,7 +251,7 @@ def tuned_layer(base: type[Any]) -> type[Any]:
             if self.reduce_results:
                 output = rows.run(row, self, input_, mode)
             else:
-                output = pending.result(self, row, input_, lambda x: self.quant_method.apply(self, x, None))
+                output = norms.unsummed(self, row, input_, lambda x: self.quant_method.apply(self, x, None))
             if not self.return_bias:
                 return output
             return output, self.bias if self.skip_bias_add else None
@@ -406,11 +291,11 @@ def _follow_weight(method: Any, stored: Stored, result: Any, group: Any, name: s
 
     process = method.process_weights_after_loading
 
-    @functools.wraps(process)
+    @wraps(process)
     def processed(layer: Any) -> None:
         process(layer)
         k = layer.input_size_per_partition
-        layer._autotax_row = None if batch_invariance.vllm() else rows.scaled_row(layer, stored, result, k, group, name)
+        layer._autotax_row = None if vllm_is_invariant() else rows.scaled_row(layer, stored, result, k, group, name)
 
     method.process_weights_after_loading = processed
 

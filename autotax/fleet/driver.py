@@ -21,13 +21,11 @@ from autotax.core.errors import MachineError, UsageError
 from autotax.core.problem import Problem
 from autotax.db import Store, WinnerRecord
 from autotax.db.index import Index
-from autotax.db.records import Place
-from autotax.db.staleness import holds, same_devices
+from autotax.db.records import Place, holds, same_devices
 from autotax.digests import kernel_digest
-from autotax.fleet import status
-from autotax.fleet.messages import Engine, EngineOptions, FleetJob, Order
+from autotax.fleet import messages
+from autotax.fleet.messages import ClaimStatus, Engine, EngineOptions, FleetJob, Order, Snapshot
 from autotax.fleet.queue import MOST_LAPSES, ClaimQueue, Due, place_of
-from autotax.fleet.status import ClaimStatus, HostStatus, Snapshot
 from autotax.hardware import Hardware
 from autotax.software import Environment
 
@@ -45,7 +43,7 @@ Jobs = Callable[[Hardware], Sequence[FleetJob]]
 
 
 class Screen(Protocol):
-    def show(self, snapshot: Snapshot, happened: Sequence[status.Event]) -> None: ...
+    def show(self, snapshot: Snapshot, happened: Sequence[messages.Event]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class FleetOutcome:
 
     snapshot: Snapshot
     winners: tuple[Won, ...] = ()
-    gaps: tuple[status.Gap, ...] = ()
+    gaps: tuple[messages.Gap, ...] = ()
     interrupted: bool = False
     trouble: str = ""
 
@@ -88,7 +86,7 @@ class Driver:
     def __post_init__(self) -> None:
         self._began = time.monotonic()
         self._since = datetime.now(UTC)
-        self._notices: list[status.Event] = []
+        self._notices: list[messages.Event] = []
         self._software: dict[str, Environment] = {}
         self._rows: dict[str, Any] = {}
         self._ended: set[int] = set()
@@ -147,8 +145,8 @@ class Driver:
         self._rows = {row.id: row for row in hosts}
         waiting = max(0, slots - len({row.slot for row in hosts}))
         before, seconds = self.snapshot, time.monotonic() - self._began
-        self.snapshot = status.snapshot(hosts, claims, seconds, waiting)
-        happened, self._notices = [*self._notices, *status.events(before, self.snapshot)], []
+        self.snapshot = messages.snapshot(hosts, claims, seconds, waiting)
+        happened, self._notices = [*self._notices, *messages.events(before, self.snapshot)], []
         self.screen.show(self.snapshot, happened)
 
     def _hear(self, slot: int, lost: bool, text: str) -> None:
@@ -197,14 +195,11 @@ class Driver:
         """Why no host will claim a problem any more; empty if one may."""
         if (claim.holder is None or claim.lapsed) and claim.lapses + (claim.holder is not None) >= MOST_LAPSES:
             return f"{MOST_LAPSES} hosts were lost while they tuned it"
-        others = [host for host in self.snapshot.hosts if self._may_take(host, claim)]
+        alike = (host for host in self.snapshot.hosts if host.present and host.kind == claim.kind)
+        others = [host for host in alike if host.name != claim.failed_on]
         if claim.holder is None and claim.failed_on and not others and not self.snapshot.waiting:
             return claim.told
         return ""
-
-    @staticmethod
-    def _may_take(host: HostStatus, claim: ClaimStatus) -> bool:
-        return host.present and host.kind == claim.kind and host.name != claim.failed_on
 
     # The end
 
@@ -214,7 +209,10 @@ class Driver:
             self._queue.patience_s = min(self._queue.patience_s, self.grace_s)
             self._queue.stop(self.order.fleet)
             until = time.monotonic() + self.grace_s
-            while self._still_running() and time.monotonic() < until:
+            while self.snapshot.hosts and time.monotonic() < until:
+                self.engine.watch()
+                if not self.engine.running:
+                    break
                 time.sleep(min(0.2, self.poll_s))
         except (KeyboardInterrupt, MachineError):
             pass
@@ -225,14 +223,9 @@ class Driver:
         with suppress(MachineError):
             self._queue.clear(self.order.fleet)
 
-    def _still_running(self) -> bool:
-        self.engine.watch()
-        here = {host.slot for host in self.snapshot.hosts}
-        return bool(here) and self.engine.running > 0
-
     def _outcome(self, interrupted: bool, trouble: str) -> FleetOutcome:
         try:
-            gaps = status.gaps([*self._measured()])
+            gaps = messages.gaps([*self._measured()])
             return FleetOutcome(self.snapshot, tuple(self._winners()), tuple(gaps), interrupted, trouble)
         except MachineError as error:
             return FleetOutcome(self.snapshot, (), (), interrupted, trouble or str(error))
@@ -268,7 +261,7 @@ class Driver:
         return winners
 
     def _waiting(self, said: str) -> None:
-        notice: status.Event = {"event": "waiting for the database", "told": said}
+        notice: messages.Event = {"event": "waiting for the database", "told": said}
         self.screen.show(replace(self.snapshot, seconds=time.monotonic() - self._began), [notice])
 
 

@@ -41,13 +41,14 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from autotax.core.errors import MachineError, UsageError
+from autotax.core.files import Malformed, Name, Positive, converted, reason
 from autotax.core.settings import Settings
-from autotax.core.validation import Malformed, Name, Positive, converted, problem_of, reason
-from autotax.db import file_format
-from autotax.db.errors import opening
+from autotax.db import formats
+from autotax.db.connection import opening
 from autotax.db.schema import PREFIX, ProblemRow, RunRow, TrialRow
 from autotax.db.url import resolve_url, shown, without_secrets
-from autotax.fleet.messages import PATIENCE_S, Claim, FleetJob, HostHello
+from autotax.fleet.messages import PATIENCE_S, PRESENT, Claim, FleetJob, HostHello
+from autotax.operators.problem_files import problem_of
 from autotax.software import Environment
 
 # Tables of a fleet: its command, its hosts, its claims. Measurements go to the tables of `autotax.db`, which outlive the fleet.
@@ -71,9 +72,7 @@ class FleetRow(FleetBase):
     id: Mapped[str] = mapped_column(Id, primary_key=True)
     stopped: Mapped[bool] = mapped_column(default=False)
     dealt: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    """Kinds of hardware whose problems are dealt out. Each has the job whose BSP all its hosts measure, and the software of its
-    hosts.
-    """
+    """Kinds of hardware that have problems, each with the job whose BSP all its hosts measure, and their software."""
     began: Mapped[datetime] = mapped_column(server_default=func.now())
     heard: Mapped[datetime] = mapped_column(server_default=func.now())
 
@@ -149,7 +148,7 @@ class _SettingsShape(msgspec.Struct):
     seed: int
     resume: bool
     variants: list[Name] | None
-    conditions: file_format.ConditionsShape | None
+    conditions: formats.ConditionsShape | None
     soak: int | None
     ends_below: float | None = None
     paired: bool = False
@@ -162,7 +161,7 @@ class _JobShape(msgspec.Struct):
 
 class _DealtShape(msgspec.Struct):
     probe: dict[str, Any] | None
-    software: file_format.EnvironmentShape | None  # type: ignore[valid-type]
+    software: formats.EnvironmentShape | None  # type: ignore[valid-type]
 
 
 def job_of(values: object) -> FleetJob:
@@ -176,14 +175,7 @@ def job_of(values: object) -> FleetJob:
 
 def place_of(row: Any) -> HostHello:
     """Hardware and software of a host. Raises Malformed."""
-    hardware = file_format.hardware_of(converted(row.hardware, file_format.HardwareShape))
-    return HostHello(hardware, file_format.environment_of(converted(row.environment, file_format.EnvironmentShape)))
-
-
-def probes_of(row: Any) -> dict[str, float]:
-    """Microseconds of BSP on a host, by problem. Raises Malformed."""
-    checked: dict[str, float] = converted(row.probes, dict[str, Positive])
-    return checked
+    return HostHello(formats.hardware_of(row.hardware), formats.environment_of(row.environment))
 
 
 def dealt_of(values: object, kind: str) -> tuple[FleetJob | None, Environment | None] | None:
@@ -191,7 +183,7 @@ def dealt_of(values: object, kind: str) -> tuple[FleetJob | None, Environment | 
     checked: _DealtShape | None = converted(values, dict[str, _DealtShape]).get(kind)
     if checked is None:
         return None
-    software = file_format.environment_of(checked.software) if checked.software else None
+    software = formats.environment_of(checked.software) if checked.software else None
     return job_of(checked.probe) if checked.probe else None, software
 
 
@@ -208,8 +200,6 @@ MOST_LAPSES = 3
 """A problem with which this many hosts were lost is given up, because it may kill hosts."""
 MOST_FAILURES = 2
 """A problem that failed on this many hosts is given up. A single failure may be the fault of the host."""
-PRESENT = ("idle", "working")
-"""States of a host that takes part."""
 CONNECT_S = 5
 _KEEPALIVE = {"keepalives_idle": 15, "keepalives_interval": 5, "keepalives_count": 4}
 """With these settings a vanished server is noticed within 35 s."""
@@ -274,9 +264,7 @@ class ClaimQueue:
     def deal(
         self, fleet: str, kind: str, due: Sequence[Due], probe: FleetJob | None = None, software: Environment | None = None
     ) -> None:
-        """Deals out problems in this order. A claim held by a worker of another fleet stays with that worker, and its outcome
-        counts for this fleet too.
-        """
+        """Deals out problems in this order. Claims that workers of other fleets hold stay, and their outcome counts here."""
         rows = [
             {
                 "problem_key": entry.job.problem.key,
@@ -309,9 +297,7 @@ class ClaimQueue:
         self._do(act)
 
     def attend(self, fleet: str, lease_s: float) -> tuple[list[Row[Any]], list[Row[Any]]]:
-        """Stores a sign of life of the driver. Returns all hosts and all claims of its fleet. A claim is `lapsed` if its holder
-        no longer renews it.
-        """
+        """Stores a sign of life of the driver. Returns the hosts of its fleet, and the claims, `lapsed` if nobody renews them."""
 
         def act(connection: Connection) -> tuple[list[Row[Any]], list[Row[Any]]]:
             connection.execute(update(FleetRow).where(FleetRow.id == fleet).values(heard=func.now()))
@@ -324,7 +310,7 @@ class ClaimQueue:
             claims = select(*columns, lapsed).where(ClaimRow.fleet == fleet).order_by(ClaimRow.kind, ClaimRow.place)
             checked: list[Row[Any]] = list(connection.execute(hosts))
             for row in checked:  # checks the columns that the driver and its screen read
-                place_of(row), probes_of(row)
+                place_of(row), converted(row.probes, dict[str, Positive])
             return checked, list(connection.execute(claims))
 
         return self._do(act)
@@ -476,8 +462,7 @@ class ClaimQueue:
         return connection.execute(mine.values(**values)).rowcount == 1
 
     def _do(self, work: Callable[[Connection], T]) -> T:
-        """Runs one transaction, and repeats it while the database is unreachable. Raises MachineError, also for a malformed row.
-        """
+        """Runs one transaction, again while the database is unreachable. Raises MachineError, also for a malformed row."""
         until, pause_s = time.monotonic() + self.patience_s, 0.2
         while True:
             try:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotax.fleet.driver import FleetOutcome, Screen
-from autotax.fleet.status import ClaimStatus, Event, FleetPace, HostStatus, Snapshot
+from autotax.fleet.messages import ClaimStatus, Event, FleetPace, HostStatus, Snapshot
 from autotax.report.formatting import columns, config_text, duration, grid, interval, microseconds, number, place, times
 
 MOST_ROWS = 32
@@ -41,45 +41,53 @@ def open_screen(as_json: bool, console: Console | None = None, answers: TextIO |
         yield display
 
 
-class EventLines:
-    """Prints a JSON object for each event, and regularly the state of the fleet."""
+class Lines:
+    """Writes a line for each event, and regularly the state of the fleet."""
+
+    every_s: float
+
+    def __init__(self) -> None:
+        self._pace = FleetPace()
+        self._told = 0.0
+
+    def show(self, snapshot: Snapshot, happened: Sequence[Event]) -> None:
+        self._pace.note(snapshot)
+        for event in happened:
+            self.say(snapshot, event)
+        if snapshot.seconds - self._told >= self.every_s:
+            self._told = snapshot.seconds
+            self.say(snapshot, None)
+
+    def say(self, snapshot: Snapshot, event: Event | None) -> None:
+        """Writes an event; None: the state of the fleet."""
+        raise NotImplementedError
+
+
+class EventLines(Lines):
+    """JSON objects."""
 
     every_s = 10.0
 
     def __init__(self, write: Callable[[str], None]) -> None:
+        super().__init__()
         self._write = write
-        self._pace = FleetPace()
-        self._told = 0.0
 
-    def show(self, snapshot: Snapshot, happened: Sequence[Event]) -> None:
-        self._pace.note(snapshot)
-        for event in happened:
-            self._write(json.dumps({"seconds": round(snapshot.seconds, 1), **event}))
-        if snapshot.seconds - self._told >= self.every_s:
-            self._told = snapshot.seconds
-            where = {"seconds": round(snapshot.seconds, 1), "event": "progress"}
-            self._write(json.dumps(where | standing(snapshot, self._pace)))
+    def say(self, snapshot: Snapshot, event: Event | None) -> None:
+        event = event or {"event": "progress", **standing(snapshot, self._pace)}
+        self._write(json.dumps({"seconds": round(snapshot.seconds, 1), **event}))
 
 
-class FleetLines:
-    """Prints lines for logs."""
+class FleetLines(Lines):
+    """Lines for logs."""
 
     every_s = 60.0
 
     def __init__(self, console: Console) -> None:
+        super().__init__()
         self._console = console
-        self._pace = FleetPace()
-        self._told = 0.0
 
-    def show(self, snapshot: Snapshot, happened: Sequence[Event]) -> None:
-        self._pace.note(snapshot)
-        for event in happened:
-            self._say(line_of(event))
-        if snapshot.seconds - self._told >= self.every_s:
-            self._told = snapshot.seconds
-            self._say(summary(snapshot, self._pace))
-
-    def _say(self, line: str) -> None:
+    def say(self, snapshot: Snapshot, event: Event | None) -> None:
+        line = line_of(event) if event else summary(snapshot, self._pace)
         self._console.print(Text(f"autotax: {line}"), soft_wrap=True)
 
 

@@ -1,6 +1,4 @@
-"""Slurm, through submitit: a job array whose jobs have one node and one task each. So every node starts, dies and is requeued
-independently.
-"""
+"""Slurm, through submitit: an array of jobs of one node each, which start, die and are requeued independently."""
 
 from __future__ import annotations
 
@@ -67,9 +65,7 @@ class SlurmEngine:
         if not self.asked.address:
             more = USUAL | dict(self.asked.parameters)
             self._executor.update_parameters(slurm_additional_parameters=more, slurm_array_parallelism=self.asked.hosts)
-        orders = [
-            replace(order, slot=slot, suffix=f"#{slot}" if self.asked.address else "") for slot in range(self.asked.hosts)
-        ]
+        orders = [replace(order, slot=slot, suffix=f"#{slot}" if self.asked.address else "") for slot in range(self.asked.hosts)]
         try:
             with self._executor.batch():
                 jobs = [self._executor.submit(Task(), own) for own in orders]

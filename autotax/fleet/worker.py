@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from autotax.core.errors import MachineError
-from autotax.db.staleness import SOFTWARE
+from autotax.db.records import SOFTWARE
 from autotax.fleet.messages import Claim, Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded
 from autotax.fleet.queue import ClaimQueue, Heartbeat
 from autotax.runner.processes import Child
@@ -152,7 +152,8 @@ class Worker:
                 if not answer.going:
                     return "left", ""
                 if self.claim and not answer.held:
-                    self._lost_claim()
+                    self.claim = None  # another worker has it
+                    self._restart_bench()
                 if why := self._differs(answer.software):
                     return "refused", why
                 if answer.dealt and not self._probed:
@@ -177,8 +178,7 @@ class Worker:
     # Beats and claims
 
     def _beat(self) -> Heartbeat | None:
-        """Sends a heartbeat when it is due, and whenever a problem has ended, because then the next problem is claimed at once.
-        """
+        """Sends a heartbeat when it is due, and whenever a problem has ended, to claim the next one at once."""
         pause_s = self.order.beat_s if self.claim else min(self._idle_s, self.order.beat_s)
         if time.monotonic() - self._beaten < pause_s:
             return None
@@ -224,11 +224,6 @@ class Worker:
         self._heard = time.monotonic()
         self.bench.send(self.claim.job)
 
-    def _lost_claim(self) -> None:
-        """Gives up the current problem because another worker has its claim."""
-        self.claim = None
-        self._restart_bench()
-
     def _restart_bench(self) -> None:
         self.bench.kill()
         self.bench.start(self.order)
@@ -248,8 +243,7 @@ class Worker:
         except TunerLost as lost:
             if self.claim is None:
                 raise
-            self.bench.kill()
-            self.bench.start(self.order)
+            self._restart_bench()
             self._ended(Ended("trouble", str(lost)))
             return
         if heard is not None:
@@ -291,15 +285,12 @@ class Worker:
     # The end
 
     def _waiting(self, said: str) -> None:  # noqa: ARG002
-        """Called while the database is unreachable. The tuner process goes on, but a worker that was asked to end stops waiting.
-        """
+        """Called while the database is unreachable: the tuner goes on, but a worker that was asked to end stops waiting."""
         if self._stop.is_set():
             raise MachineError("it was asked to end while the database was away")
 
     def _leave(self, state: str, note: str) -> None:
-        """Ends the tuner process and gives the claim back. If the database is unreachable, the worker does not wait and the claim
-        lapses.
-        """
+        """Ends the tuner process and gives the claim back, which lapses if the database is unreachable."""
         try:
             if self.claim:
                 self.busy_s += time.monotonic() - self._began

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from autotax.hardware import symmetric_heap
-from autotax.heap.base import Heap, HeapError
-from autotax.heap.collective_errors import agreed, by_rank
-from autotax.heap.world import RankTimeout, World
+from autotax.heap.base import Heap, HeapError, IrisHeap, SharedHeap, SymmetricHeap
+from autotax.heap.world import RankTimeout, World, agreed, by_rank
 
 __all__ = ["Heap", "HeapError", "RankTimeout", "World", "open_heap"]
 
 
 def open_heap(world: World, size: int) -> Heap:
-    """A heap with `size` bytes on each rank, in the memory that suits `world.backend`. Collective.
-
-    Raises HeapError on every rank if one of them asks for another size or cannot have the memory.
-    """
+    """A heap of `size` bytes on each rank, in memory that suits `world.backend`. Collective. Raises HeapError on all ranks."""
     if agreed(world, "the size of the heap in bytes", size) <= 0:
         raise HeapError(f"a heap cannot have {size} bytes; its size must be positive")
 
-    # Each library is imported only where its hardware is.
-    match world.backend:
-        case "cuda" | "rocm" if _library(world) == "iris":
-            from autotax.heap.iris import IrisHeap
-
-            return IrisHeap(world, size)
-        case "cuda" | "rocm":
-            from autotax.heap.torch_symmetric import SymmetricHeap
-
-            return SymmetricHeap(world, size)
-        case "cpu":
-            from autotax.heap.shared_memory import SharedHeap
-
-            return SharedHeap(world, size)
+    if world.backend == "cpu":
+        return SharedHeap(world, size)
+    if world.backend in ("cuda", "rocm"):
+        return (IrisHeap if _library(world) == "iris" else SymmetricHeap)(world, size)
     raise HeapError(f"there is no heap for the backend '{world.backend}'; it must be cuda, rocm or cpu")
 
 

@@ -35,16 +35,12 @@ AT_ONCE, PAUSE_S = 64, 2e-4
 CPU_POLLS_PER_S = 3400
 """Most polls per second once a kernel pauses."""
 CPU_POLL_LIMIT = 20 * CPU_POLLS_PER_S
-"""Polls before a wait of a CPU rank gives up: after 20 seconds or more. A peer that shares its core with many others may take its
-time.
-"""
+"""Polls before a wait of a CPU rank gives up: after 20 seconds or more. Its peer may share a core with many others."""
 
 
 @functools.cache
 def patch_interpreter() -> None:
-    """Applies the patches; call it before the first kernel of a process. Code of later Triton versions that it does not know
-    stays unpatched.
-    """
+    """Applies the patches, before the first kernel of a process. Code of Triton that they do not know stays unpatched."""
     options: Any = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
     if getattr(options, "sanitize_overflow", False) and not getattr(options, "debug", True):
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
@@ -60,7 +56,8 @@ def patch_interpreter() -> None:
         tl.core.tensor.__init__ = _with_shapes(tl.core.tensor.__init__)
     if hasattr(tl.core, "_unwrap_if_constexpr"):
         tl.core._unwrap_if_constexpr = _seldom(tl.core._unwrap_if_constexpr)
-    tl.core.dtype.__eq__ = _same_or(tl.core.dtype.__eq__)
+    equal = tl.core.dtype.__eq__
+    tl.core.dtype.__eq__ = lambda self, other: self is other or bool(equal(self, other))
     builder: Any = getattr(interpreter, "InterpreterBuilder", None)
     pauses = _Pauses()
     for name, position in (("create_atomic_rmw", 1), ("create_masked_load", 0)):
@@ -118,9 +115,7 @@ def _parts(kind: Any, *arguments: Any) -> set[str]:
 
 
 def _once(patch: Any, unchanged: Any) -> Any:
-    """Calls `patch(function)` unless the modules that the function uses are patched already. `patch` returns a function that
-    undoes the patch.
-    """
+    """Calls `patch(function)`, which returns how to undo it, unless the modules that the function uses are patched already."""
 
     @functools.cache
     def used(function: Any) -> tuple[ModuleType, ...]:
@@ -196,18 +191,8 @@ def _seldom(unwrap: Any) -> Any:
     return unwrap_others
 
 
-def _same_or(equal: Any) -> Any:
-    def same_or_equal(self: Any, other: Any) -> bool:
-        return self is other or bool(equal(self, other))
-
-    return same_or_equal
-
-
 def _unless_alike(check: Any) -> Any:
-    """Calls `check(semantic, one operand, the other, ...)` unless the operands need no conversion.
-
-    These are tensors of equal type and shape, and a tensor of integers with a number that its type can hold.
-    """
+    """Calls `check(semantic, one operand, the other, ...)` unless types and shapes are equal, or a number fits the type."""
 
     def fits(tensor: Any, number: Any) -> bool:
         if type(number) is not int or type(tensor) is not tl.core.tensor:

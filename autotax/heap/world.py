@@ -1,16 +1,18 @@
-"""World, the ranks of one job: the index of this rank, the number of ranks, their barrier, and the values that they exchange.
-
-Values are msgpack of a bounded size, decoded as a declared type. Bytes of a peer are never executed or unpickled.
-"""
+"""World, the ranks of one job: where they meet, their barrier, the values that they exchange, and errors of all together."""
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -18,12 +20,133 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotax.core.errors import MachineError, UsageError
-from autotax.heap.rendezvous import require_own_peers, sockets
+
+# Where the ranks of one host meet: a store in a memory file without a name, which only processes of the same user can open. A
+# store that listens on a port, even of the loopback, can be joined by every user of the host. Other processes reach the file
+# through /proc/PID/fd, which the kernel opens to the same user and root. It is freed with the last process that has it open.
+
+NAME = "autotax-meeting"
+
+
+class Meeting:
+    """A new store for one group of processes of this host. They find it at `address` as long as this object is open."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create(NAME)
+        self.address = f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def close(self) -> None:
+        """Ranks can no longer join; stores that are open stay usable. Safe to call twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def meet(address: str) -> dist.FileStore:
+    """The store at the address of a Meeting.
+
+    Args:
+        address: `Meeting.address` of a process that is alive.
+
+    Returns:
+        A store that all ranks of the group share.
+
+    Raises:
+        MachineError: the address is no store of a Meeting of this user.
+    """
+    try:
+        fd = os.open(address, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        cannot = f"the ranks' meeting place {address} cannot be opened ({error.strerror})"
+        raise MachineError(f"{cannot}: start the job again") from None
+    try:
+        owner, link = os.fstat(fd).st_uid, str(Path(f"/proc/self/fd/{fd}").readlink())
+        if owner != os.geteuid() or not link.startswith(f"/memfd:{NAME} "):
+            wrong = f"the ranks' meeting place {address} is {link} of user {owner}"
+            raise MachineError(f"{wrong}; it must be a memory file of user {os.geteuid()}: start the job again")
+        return dist.FileStore(address, -1)
+    finally:
+        os.close(fd)
+
+
+# Peers of TCP connections on this host, checked by their user.
+
+ESTABLISHED = "01"
+ACCEPTED_S = 10.0
+"""Timeout for a peer to accept a connection."""
+LOOK_S = 0.002
+
+
+class _End(NamedTuple):
+    local: str
+    remote: str
+    state: str
+    uid: int
+    inode: int
+
+
+def sockets() -> set[int]:
+    """The inodes of this process's open sockets."""
+    inodes = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed since the listing
+            link = str(fd.readlink())
+            if link.startswith("socket:["):
+                inodes.add(int(link[8:-1]))
+    return inodes
+
+
+def require_own_peers(inodes: Collection[int]) -> None:
+    """Raises MachineError unless the peer of each of these connections belongs to this process's user.
+
+    Args:
+        inodes: sockets of this process; those without a TCP connection are ignored. All peers must be on this host.
+
+    Raises:
+        MachineError: the peer of a connection belongs to another user or has gone.
+    """
+    deadline = time.monotonic() + ACCEPTED_S
+    while strange := _strange(inodes):
+        if any(owner is not None for owner in strange) or time.monotonic() > deadline:
+            owners = sorted({owner for owner in strange if owner is not None})
+            whose = f"belongs to user {', '.join(map(str, owners))}" if owners else "has gone"
+            raise MachineError(
+                f"a peer of this rank {whose}; all ranks must be of user {os.geteuid()}: end what connects to the ranks' "
+                "ports, and start the job again"
+            )
+        time.sleep(LOOK_S)
+
+
+def _strange(inodes: Collection[int]) -> list[int | None]:
+    """The owners of peers that belong to other users; None for a peer that no process holds (yet)."""
+    ends = list(_ends())
+    owners = {(end.local, end.remote): end.uid for end in ends if end.inode}  # without an inode it was not accepted yet
+    peers = [(end.remote, end.local) for end in ends if end.inode in inodes and end.state == ESTABLISHED]
+    return [owners.get(peer) for peer in peers if owners.get(peer) != os.geteuid()]
+
+
+def _ends() -> Iterator[_End]:
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):  # a host without IPv6
+            for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+                words = line.split()
+                yield _End(words[1], words[2], words[3], int(words[7]), int(words[9]))
+
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 10e-3
 """Pauses between two polls of the store. The wait of a file store itself takes at least 10 ms."""
 LOOKS = 8
 """Polls before the first pause. Ranks that measure arrive almost together, and a pause takes 50 us longer than requested."""
+
+
+# The world: its errors, its barrier, and values as msgpack of a bounded size, decoded as a declared type. Bytes of a peer are
+# never executed or unpickled.
+
+class HeapError(RuntimeError):
+    """The heap is full, or its ranks made different allocations."""
 
 
 class RankTimeout(RuntimeError):
@@ -125,9 +248,7 @@ def _decoded(rank: int, data: bytes, kind: Any) -> Any:
         raise MachineError(f"what rank {rank} tells the others is no {_name(kind)} ({error})") from None
 
 
-@cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind)
+_decoder = cache(msgspec.msgpack.Decoder)
 
 
 def _name(kind: Any) -> str:
@@ -218,10 +339,7 @@ class World:
             return gather(value, kind, self.control, device)
 
     def barrier(self, timeout: timedelta = CONTROL_TIMEOUT) -> None:
-        """Returns when every rank has called it; raises RankTimeout naming the missing ranks.
-
-        In a World made by `of` the group's own timeout holds instead.
-        """
+        """Waits for all ranks; raises RankTimeout naming the missing ones. A World made by `of` has its group's timeout."""
         if self._barrier is None:
             self.gather(None, None)
         else:
@@ -231,3 +349,97 @@ class World:
         """Waits for this rank's device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+# Collective errors: if one rank fails, all ranks raise.
+
+ASKING_S = 0.02
+_calls: Counter[str] = Counter()
+
+
+@contextmanager
+def together(world: World, task: str) -> Iterator[None]:
+    """Raises HeapError on every rank if the block raised on one of them. Collective at the end of the block."""
+    cause: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        cause = error
+    reasons = world.gather(reason_of(cause), str | None)
+    failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+    if failures:
+        raise HeapError(f"cannot {task} ({'; '.join(failures)})") from cause
+
+
+def by_rank(values: Sequence[object]) -> str:
+    """`rank 0: this; rank 1: that`."""
+    return "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+
+
+def all_or_none(world: World | None, make: Callable[[], T]) -> T:
+    """Calls `make` on every rank and returns its result, unless it raised on one of them. Collective.
+
+    Raises:
+        UsageError: `make` raised on some rank. A rank whose `make` raised another error raises that one.
+    """
+    if world is None:
+        return make()
+    value, cause = None, None
+    try:
+        value = make()
+    except Exception as error:
+        cause = error
+    errors = world.gather(reason_of(cause), str | None)
+    if cause and not isinstance(cause, UsageError):
+        raise cause
+    if any(errors):
+        raise UsageError(errors[0] if len(set(errors)) == 1 else by_rank([line or "ready" for line in errors])) from cause
+    return value  # type: ignore[return-value]
+
+
+def agreed(world: World, what: str, value: int) -> int:
+    """The value, if it is the same on every rank; else HeapError on every rank. Collective."""
+    values = world.gather(value, int)
+    if len(set(values)) > 1:
+        raise HeapError(f"the ranks disagree on {what} ({', '.join(map(str, values))}); it must be the same on all")
+    return value
+
+
+def apart(world: World, task: str, work: Callable[[], T]) -> T:
+    """Like `together`, for work that contains collectives, where the other ranks would wait for ever for a rank that fails alone.
+
+    The work runs in a thread, and each rank reports its outcome through the store. If a rank fails, the threads of the other
+    ranks remain blocked in their collective. The processes can report the error and should then end.
+    """
+    done: list[T] = []
+    group = str(world.control.group_name)
+    _calls[group] += 1
+    # The clone has a separate connection, which the collectives of the thread do not block.
+    clone = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"autotax/apart/{group}/{_calls[group]}", clone)
+
+    def run() -> None:
+        reason = ""
+        try:
+            if world.device.type == "cuda":
+                torch.cuda.set_device(world.device)  # the current device is per thread
+            done.append(work())
+        except BaseException as error:
+            reason = " ".join((str(error) or type(error).__name__).split())
+        store.set(str(world.rank), reason)
+
+    threading.Thread(target=run, daemon=True, name=task).start()
+    waiting, failures, last = set(range(world.size)), list[str](), time.monotonic() + CONTROL_TIMEOUT.total_seconds()
+    while waiting and not failures:
+        ended = {rank for rank in waiting if store.check([str(rank)])}
+        endings = {rank: store.get(str(rank)).decode() for rank in sorted(ended)}
+        failures = [f"rank {rank}: {reason}" for rank, reason in endings.items() if reason]
+        waiting -= ended
+        if waiting and time.monotonic() > last:
+            raise RankTimeout(f"rank {world.rank} waited to {task} for rank {', '.join(map(str, sorted(waiting)))}")
+        time.sleep(ASKING_S if waiting else 0)
+    if failures:
+        # All ranks raise the same error, the first that was reported.
+        first = store.compare_set("failures", "", "; ".join(failures)).decode()
+        raise HeapError(f"cannot {task} ({first})")
+    return done[0]

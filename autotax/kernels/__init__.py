@@ -1,7 +1,7 @@
-"""Device primitives, and one folder per operator with one module per variant.
+"""Device primitives, and a folder or a module of kernels per operator.
 
-Importing a variant's module imports Triton. Triton decides at import whether kernels are compiled or interpreted, so
-on CPU ranks TRITON_INTERPRET=1 must be in the environment before that.
+Importing kernels imports Triton. Triton decides at import whether kernels are compiled or interpreted, so on CPU ranks
+TRITON_INTERPRET=1 must be in the environment before that.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 def prepare(problem: Problem, config: Config, context: Context) -> Kernel[Any]:
-    """Returns the kernel of `config` with its workspaces allocated. Collective; call `context.heap.check()` before
-    the first call.
-    """
-    kernel: Kernel[Any] = registry.of(problem).implementation(config.variant).kernel_class()(problem, config, context)
+    """The kernel of `config`, with its workspaces allocated. Collective; call `context.heap.check()` before the first call."""
+    kernel: Kernel[Any] = registry.implementation(registry.of(problem), config.variant).kernel_class()(problem, config, context)
     return kernel

@@ -56,7 +56,7 @@ class IrisCall(Kernel[P]):
         return 0
 
     def _open(self, problem: P, context: Context, choices: int) -> None:
-        from autotax.heap.iris import in_context  # loads libraries of the GPU
+        from autotax.heap.base import in_context  # loads libraries of the GPU
 
         shapes, dtype = self.shapes(problem), context.dtype(problem)
         elements = sum(map(math.prod, shapes.values())) + choices * self.workspace_elements(problem)

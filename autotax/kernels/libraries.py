@@ -35,7 +35,7 @@ def symmetric(context: Context, shape: Sequence[int], dtype: torch.dtype) -> Ten
         return context.empty(shape, dtype)
     import torch.distributed._symmetric_memory as symm_mem
 
-    from autotax.heap.torch_symmetric import without_multicast
+    from autotax.heap.base import without_multicast
 
     memory = symm_mem.empty(tuple(shape), dtype=dtype, device=context.heap.slab.device)
     with without_multicast():
@@ -49,7 +49,7 @@ def pipeline(context: Context, nbytes: int) -> Any:
         return None
     import torch.distributed._symmetric_memory as symm_mem
 
-    from autotax.heap.torch_symmetric import without_multicast
+    from autotax.heap.base import without_multicast
 
     with without_multicast():
         symm_mem.get_symm_mem_workspace(group_name(context), nbytes)

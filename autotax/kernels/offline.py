@@ -29,7 +29,7 @@ from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import Compiled, Context
 from autotax.kernels.resources import Resources, resources_of
-from autotax.operators.calls import make_inputs
+from autotax.operators.verification import make_inputs
 
 
 @functools.cache

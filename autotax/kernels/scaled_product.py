@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
 from autotax.kernels import tiling
-from autotax.kernels.all_gather_gemm.products import load_tile
+from autotax.kernels.all_gather_gemm.gemm import load_tile
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, part_of_tile, rounded
 from autotax.kernels.primitives import arithmetic

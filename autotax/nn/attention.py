@@ -23,13 +23,12 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.hardware import Hardware, detect
+from autotax.hardware import Hardware
 from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,
 )
-from autotax.nn.base import Module, first_size, increment_version, nothing, remember, sizes_up_to
-from autotax.nn.consensus import DTYPES, configs_for
+from autotax.nn.base import SizedModule, first_size, increment_version, nothing, remember
 from autotax.nn.fallback import PlainDecode
 from autotax.nn.groups import on_device
 from autotax.nn.tensor_checks import (
@@ -56,14 +55,15 @@ MORE = "kv_starts", "kv_scales", "sinks"
 Known = tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...], list[Callable[..., bool]], bool]
 """The call for shapes of q, the cache and the block table, the shapes of kv_lens and of the result, and for the checks of a call:
 
-the bytes of q, K, kv_lens and the block table, and the negative ones of the result; tests for the latest tensors that passed all
-checks, and for the latest of another kind (see Accepted): each of eager calls without and with `out`, and of calls of torch.ops
-without and with it; and whether calls bring any of MORE.
+- the bytes of q, K, kv_lens and the block table, and the negative ones of the result;
+- tests for the latest tensors that passed all checks, and for the latest of another kind (see Accepted): each of eager calls
+  without and with `out`, and of calls of torch.ops without and with it;
+- whether calls bring any of MORE.
 """
 NO_CALL: Known = nothing, (), (), (0,) * 5, [never] * 8, False
 
 
-class FlashDecode(Module):
+class FlashDecode(SizedModule):
     """Attention of one token a sequence, scaled by 1 / sqrt(head_dim). One module serves all layers of the same sizes.
 
     Construction is collective over `group` (None: all ranks, or this process alone).
@@ -89,12 +89,10 @@ class FlashDecode(Module):
     Raises UsageError on all ranks alike. Falls back and warns as AllGatherLinear does.
     """
 
-    _calls: dict[tuple[int, int], Call]
+    SIZE = "batch"
+    _most: Shape
     _known: dict[tuple[torch.Size, ...], Known]
     _latest: Known
-    _made: dict[int, list[Any]]
-    _most: Shape
-    _plain: PlainDecode
     _brings: tuple[bool, bool, bool]
     """Which of the optional tensors (MORE) a call brings."""
 
@@ -122,9 +120,8 @@ class FlashDecode(Module):
         check: bool | None = None,
         prove: bool | float = False,
     ) -> None:
-        super().__init__(group, db, check, prove)
+        super().__init__(group, db, check, prove, device)
         self._dtype = dtype
-        self._where = None if device is None else torch.device(device)
         self._kv_dtype = kv_dtype or dtype
         self._several = (queries,) if queries != 1 else ()
         self._brings = window != 0, self._kv_dtype is not dtype, sinks
@@ -133,37 +130,18 @@ class FlashDecode(Module):
         self.prepare()
 
     def _blank(self) -> dict[str, Any]:
-        return super()._blank() | {
-            "_calls": {},
-            "_known": {},
-            "_latest": NO_CALL,
-            "_made": {},
-            "_most": None,
-            "_plain": None,
-        }
+        return super()._blank() | {"_latest": NO_CALL}
 
-    def _make(self) -> None:
-        max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, more, conditions, config, sizes = self._asked
-        world, dtype, kv_dtype = self._world, self._dtype, self._kv_dtype
+    def _greatest(self, dtype: str) -> Shape:
+        *sizes, output, page, more = self._asked[:-3]
+        kinds = {self._dtype: "same"} | {kind: name for name, kind in EIGHT_BITS.items()}
+        if self._kv_dtype not in kinds:
+            raise UsageError(f"kv_dtype is {self._kv_dtype}; allowed are {', '.join(map(str, kinds))}: give one of these")
+        values: list[Any] = [*sizes, dtype, self.world_size, output, page, kinds[self._kv_dtype]]
+        return Shape(*values, **more)
 
-        def problems_here() -> list[Shape]:
-            if dtype not in DTYPES:
-                raise UsageError(f"dtype is {dtype}; allowed are {', '.join(map(str, DTYPES))}: give one of these")
-            kind = "same" if kv_dtype is dtype else next((name for name, of in EIGHT_BITS.items() if of is kv_dtype), "")
-            if not kind:
-                allowed = ", ".join(map(str, (dtype, *EIGHT_BITS.values())))
-                raise UsageError(f"kv_dtype is {kv_dtype}; allowed are {allowed}: give one of these")
-            sizes_of_one = max_batch, q_heads, kv_heads, head_dim, max_kv_len, DTYPES[dtype], self.world_size, output, page
-            most = Shape(*sizes_of_one, kind, **more)
-            batches = sizes_up_to(most.batch, 1, [most.batch] if config else sizes)
-            return [replace(most, batch=batch) for batch in batches]
-
-        problems, deployed = self._agreed(problems_here, conditions)
-        self._most = problems[-1]
-        self._plain = PlainDecode(world, self._most)
-        if world is not None:
-            hardware = detect(world.backend)
-            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
+    def _make_plain(self) -> PlainDecode:
+        return PlainDecode(self._world, self._most)
 
     @property
     def out_heads(self) -> int:
@@ -176,10 +154,6 @@ class FlashDecode(Module):
 
         missing = [problem for problem, config in pairs if hardware.on_gpu and not (config and config.variant == "bsp")]
         return [(problem, space_for(problem, hardware).default("bsp")) for problem in missing]
-
-    def _store(self, operators: list[Any], notes: list[str]) -> None:  # noqa: ARG002
-        for operator in operators:
-            self._made.setdefault(operator.problem.batch, []).append(operator)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         from autotax.nn.prepare import SPECIALIZED, one_of_each_kind, special
@@ -505,12 +479,6 @@ class FlashDecode(Module):
             fits = (operator.fitted(self._problem(batch, tokens)) for operator in operators)
             call = next((fit for fit in fits if fit), self._plain)
         return remember(self._calls, (batch, tokens), call)
-
-    def _forget(self) -> None:
-        self._latest = NO_CALL
-        self._known.clear()
-        self._calls.clear()
-        self._made.clear()
 
     def extra_repr(self) -> str:
         batch, q_heads, kv_heads, dim, kv_len, output, page, more, *_ = self._asked

@@ -8,7 +8,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
@@ -21,13 +21,11 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.hardware import Hardware
-from autotax.heap.collective_errors import all_or_none, together
-from autotax.heap.world import World
+from autotax.hardware import Hardware, detect
+from autotax.heap.world import World, all_or_none, together
 from autotax.nn import groups
-from autotax.nn.consensus import deployed_as, require_alike
-from autotax.nn.groups import GroupCalls, capturing, on_device
-from autotax.nn.watchdog import Watchdog, wait_s
+from autotax.nn.consensus import DTYPES, configs_for, deployed_as, require_alike
+from autotax.nn.groups import GroupCalls, Watchdog, capturing, on_device, wait_s
 
 if TYPE_CHECKING:
     from autotax.kernels.kernel import Kernel
@@ -124,9 +122,14 @@ class Module(torch.nn.Module):
     """The values that each call reads, in one attribute: the group's calls, the index of the GPU, whether to call `_compare`."""
     _prepared: Prepared | None
     _watchdog: Watchdog | None
+    _gradient: Any
+    """The layer for the backward, once it is ready; this layer if it needs no other."""
 
-    def __init__(self, group: dist.ProcessGroup | None, db: Any, check: bool | None, prove: bool | float = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, db: Any, check: bool | None, prove: bool | float = False, device: Any = None
+    ) -> None:
         super().__init__()
+        self._where = None if device is None else torch.device(device)
         self._prove = prove
         self._group: Group = group
         self._db = db
@@ -148,6 +151,7 @@ class Module(torch.nn.Module):
             "_guards": (GroupCalls(), None, self._check),
             "_prepared": None,
             "_watchdog": None,
+            "_gradient": None,
         }
 
     def _revive(self) -> None:
@@ -216,6 +220,14 @@ class Module(torch.nn.Module):
         calls, index, _ = self._guards
         vars(self)["_guards"] = calls, index, due or self._check
 
+    def _hold(self, **tensors: Tensor | None) -> None:
+        """Takes tensors as parameters or buffers of these names."""
+        for name, tensor in tensors.items():
+            if tensor is None or isinstance(tensor, torch.nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+
     def _place(self) -> torch.device:
         """The device of the tensors of calls: the one given at construction, or else the current GPU, or the CPU."""
         here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -256,6 +268,18 @@ class Module(torch.nn.Module):
         require_alike(self._world, type(self).__name__, f"{keys}, {how}")
         self._choices = tuple(SizeChoice(problem, None) for problem in prepared_for)
         return prepared_for, deployed
+
+    def _look_up(self, problems: Sequence[Problem], conditions: Conditions, config: Config | None) -> None:
+        """Prepares what all ranks find for these problems, where there are several ranks. Collective."""
+        if self._world is not None:
+            hardware = detect(self._world.backend)
+            self._tune(problems, hardware, *self._configs(self._world, problems, hardware, conditions, config))
+
+    def _configs(
+        self, world: World, problems: Sequence[Problem], hardware: Hardware, conditions: Conditions, config: Config | None
+    ) -> tuple[list[Config | None], list[str]]:
+        """The config that all ranks have for each problem, and messages for the user. Collective."""
+        return configs_for(world, problems, hardware, conditions, self._db, config, self._prove)
 
     def _tune(self, problems: Sequence[Problem], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
         """Prepares the config of each problem, and baselines. `notes` are messages for the user. Collective."""
@@ -385,24 +409,25 @@ class Module(torch.nn.Module):
         its threads.
         """
         self._forget()
-        vars(self).update({name: value for name, value in self._blank().items() if name not in ("_closed", "_choices")})
         self._group = None if self._group is None else Unknown.KEPT
 
     def _release(self) -> None:
-        """Frees the workspaces. Collective if there are any."""
+        """Frees the workspaces, also those of the layer for the backward. Collective if there are any."""
         try:
+            inner, self._gradient = self._gradient, None
+            if inner is not None and inner is not self:
+                inner.close()
             if self._world and self._prepared:
                 with on_device(self._index):
                     self._world.synchronize()
                     self._world.barrier()
                     self._prepared.heap.close()
         finally:  # calls must also be refused after a close that failed
-            self._prepared = self._watchdog = None
             self._forget()
 
     def _forget(self) -> None:
-        """Drops workspaces."""
-        raise NotImplementedError
+        """Drops all that belongs to this process, but what tells how the module was prepared and that it was closed."""
+        vars(self).update({name: value for name, value in self._blank().items() if name not in ("_closed", "_choices")})
 
     def _require_open(self) -> None:
         if self._closed:
@@ -411,7 +436,70 @@ class Module(torch.nn.Module):
     def _warn(self, notes: list[str]) -> None:
         if notes:
             name = type(self).__name__
-            warnings.warn(f"{name} takes bulk-synchronous there: {'; '.join(notes)}", RuntimeWarning, stacklevel=6)
+            warnings.warn(f"{name} takes bulk-synchronous there: {'; '.join(notes)}", RuntimeWarning, stacklevel=7)
+
+
+class SizedModule(Module):
+    """A module for calls of one varying size, such as a batch. A call uses the config of the next greater size prepared for."""
+
+    SIZE: str
+    """The field of its problems that varies."""
+    _dtype: torch.dtype
+    _asked: tuple[Any, ...]
+    """Options of the construction; the last three are conditions, a config and sizes."""
+    _most: Any
+    """The problem of the greatest size."""
+    _plain: Any
+    """The call in plain torch."""
+    _calls: dict[Any, Callable[..., Any]]
+    """Calls by their size."""
+    _known: dict[Any, Any]
+    """Calls and their checks by the shapes of tensors."""
+    _made: dict[int, list[Any]]
+    """Kernels by the sizes for which they were prepared."""
+
+    def _blank(self) -> dict[str, Any]:
+        return super()._blank() | {"_calls": {}, "_known": {}, "_made": {}, "_most": None, "_plain": None}
+
+    def _greatest(self, dtype: str) -> Any:
+        """The problem of the greatest size. Raises UsageError."""
+        raise NotImplementedError
+
+    def _make_plain(self) -> Any:
+        """The call in plain torch. Collective."""
+        raise NotImplementedError
+
+    def _make(self) -> None:
+        *_, conditions, config, sizes = self._asked
+
+        def problems_here() -> list[Any]:
+            if self._dtype not in DTYPES:
+                raise UsageError(f"dtype is {self._dtype}; allowed are {', '.join(map(str, DTYPES))}: give one of these")
+            most = self._greatest(DTYPES[self._dtype])
+            size = getattr(most, self.SIZE)
+            return [replace(most, **{self.SIZE: some}) for some in sizes_up_to(size, 1, [size] if config else sizes)]
+
+        problems, deployed = self._agreed(problems_here, conditions)
+        self._most = problems[-1]
+        self._plain = self._make_plain()
+        self._look_up(problems, deployed, config)
+
+    def _store(self, operators: list[Any], notes: list[str]) -> None:  # noqa: ARG002
+        for operator in operators:
+            self._made.setdefault(getattr(operator.problem, self.SIZE), []).append(operator)
+
+    def _of_greatest(self) -> list[Any]:
+        """Bulk-synchronous kernels, which serve every size."""
+        return [kernel for kernel in self._made.get(getattr(self._most, self.SIZE), []) if kernel.config.variant == "bsp"]
+
+    def _fitting(self, size: int) -> Callable[..., Any]:
+        """The call for a size: with the tuned config, else bulk-synchronous."""
+        bucket = next(choice for choice in self._choices if size <= getattr(choice.problem, self.SIZE))
+        kernels = self._made.get(getattr(bucket.problem, self.SIZE), []) if bucket.config else []
+        chosen = [kernel for kernel in kernels if kernel.config == bucket.config]
+        fits = (kernel.fitted(replace(self._most, **{self.SIZE: size})) for kernel in [*chosen, *self._of_greatest()])
+        call: Callable[..., Any] = next((fit for fit in fits if fit), self._plain)
+        return call
 
 
 @atexit.register
@@ -452,6 +540,14 @@ def remember(memory: dict[K, V], key: K, value: V) -> V:
 
 def first_size(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 0
+
+
+def greatest_rows(max_m: Any, unit: int) -> int:
+    """The greatest number of rows up to `max_m` that the unit divides. Raises UsageError."""
+    if isinstance(max_m, bool) or not isinstance(max_m, int) or max_m < unit:
+        least = f"{unit}, the number of ranks" if unit > 1 else "1"
+        raise UsageError(f"max_m is {max_m!r}; it must be a whole number from {least}: give a greater one")
+    return max_m // unit * unit
 
 
 def sizes_up_to(most: int, step: int, sizes: Any) -> list[int]:

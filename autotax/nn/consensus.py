@@ -18,8 +18,7 @@ from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.core.settings import is_on
 from autotax.hardware import Hardware
-from autotax.heap.collective_errors import all_or_none, by_rank
-from autotax.heap.world import World
+from autotax.heap.world import World, all_or_none, by_rank
 from autotax.nn.groups import capturing
 from autotax.software import environment
 

@@ -13,7 +13,7 @@ The gradients are those of the sum of all ranks' losses, unless all ranks have t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,109 +33,6 @@ ADDENDS = ", Tensor? bias=None, Tensor? residual=None"
 """Row-parallel layers add these tensors to the sum in the kernel that stores it."""
 
 
-def _linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
-    result: Tensor = module_of(module).run(x, weight)
-    return result
-
-
-def _linear_out(x: Tensor, weight: Tensor, out: Tensor, module: int) -> None:
-    module_of(module).run(x, weight, out)
-
-
-def _row_linear(x: Tensor, weight: Tensor, module: int, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    result: Tensor = module_of(module).run(x, weight, None, bias, residual)
-    return result
-
-
-def _row_linear_out(
-    x: Tensor, weight: Tensor, out: Tensor, module: int, bias: Tensor | None = None, residual: Tensor | None = None
-) -> None:
-    module_of(module).run(x, weight, out, bias, residual)
-
-
-def _linear_gathered(x: Tensor, weight: Tensor, module: int) -> tuple[Tensor, Tensor]:
-    y, whole = module_of(module).run_gathered(x, weight)
-    return y, whole
-
-
-def _flash_decode(
-    q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, module: int, table: Tensor | None = None, *more: Tensor | None
-) -> Tensor:
-    """`more` are starts, scales and sinks."""
-    starts, scales, sinks = more or (None, None, None)
-    result: Tensor = module_of(module).run(q, k, v, kv_lens, table, None, starts, scales, sinks, IN_OPS)
-    return result
-
-
-def _flash_decode_out(
-    q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, out: Tensor, module: int, table: Tensor | None = None, *more: Tensor | None
-) -> None:
-    starts, scales, sinks = more or (None, None, None)
-    module_of(module).run(q, k, v, kv_lens, table, out, starts, scales, sinks, IN_OPS)
-
-
-def _decode_merge(
-    o: Tensor, lse: Tensor, module: int, seq_lens: Tensor | None = None, query_start_loc: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    merged: tuple[Tensor, Tensor] = module_of(module).run(o, lse, None, None, seq_lens, query_start_loc)
-    return merged
-
-
-def _decode_merge_out(
-    o: Tensor,
-    lse: Tensor,
-    out: Tensor,
-    merged_lse: Tensor,
-    module: int,
-    seq_lens: Tensor | None = None,
-    query_start_loc: Tensor | None = None,
-) -> None:
-    module_of(module).run(o, lse, out, merged_lse, seq_lens, query_start_loc)
-
-
-def _norm(x: Tensor, weight: Tensor, module: int, residual: Tensor | None = None, scale: Tensor | None = None) -> list[Tensor]:
-    return list(module_of(module).run(x, weight, residual, scale))
-
-
-def _norm_out(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    residual_out: Tensor,
-    scales_out: Tensor | None,
-    module: int,
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-) -> None:
-    module_of(module).run(x, weight, residual, scale, out, residual_out, scales_out)
-
-
-def _norm_of_sums(total: Tensor, weight: Tensor, module: int, scale: Tensor | None = None) -> list[Tensor]:
-    y, _, *scales = module_of(module).of_sums(total, weight, scale)
-    return [y, *scales]
-
-
-def _normed(
-    x: Tensor, weight: Tensor, norm_weight: Tensor, module: int, residual: Tensor | None = None, scale: Tensor | None = None
-) -> list[Tensor]:
-    return list(module_of(module).in_one(x, weight, norm_weight, residual, scale))
-
-
-def _fake_normed(x: Tensor, weight: Tensor, norm_weight: Tensor, module: int, *_: object) -> list[Tensor]:  # noqa: ARG001
-    layer = module_of(module)
-    forms = layer._norm[0].forms(layer.shape_of(x.shape, len(norm_weight)))[1].values()
-    return [x.new_empty(shape, dtype=dtype) for shape, dtype in forms]
-
-
-def _fake_norm_of_sums(total: Tensor, weight: Tensor, module: int, *_: object) -> list[Tensor]:
-    made = _fake_norm(total, weight, module)
-    return [made[0], *made[2:]]
-
-
-def _fake_norm(x: Tensor, weight: Tensor, module: int, *_: object) -> list[Tensor]:  # noqa: ARG001
-    return [x.new_empty(shape, dtype=dtype) for shape, dtype in module_of(module).forms(x.shape)[1].values()]
-
-
 def fake_linear(x: Tensor, weight: Tensor, module: int, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """The result of a layer without values. Its type is the weight's: under autocast x may have another type."""
     layer = module_of(module)
@@ -150,26 +47,46 @@ def fake_gathered(x: Tensor, weight: Tensor, module: int) -> tuple[Tensor, Tenso
     return fake_linear(x, weight, module), whole
 
 
-def _fake_decode(
-    q: Tensor,
-    k: Tensor,  # noqa: ARG001
-    v: Tensor,  # noqa: ARG001
-    kv_lens: Tensor,  # noqa: ARG001
-    module: int,
-    *_: object,
-) -> Tensor:
-    made = module_of(module)
-    return q.new_empty(q.shape[0], made.out_heads, *q.shape[2:], dtype=made._dtype)
-
-
 def _fake_merge(o: Tensor, lse: Tensor, module: int, *_: object) -> tuple[Tensor, Tensor]:
     made = module_of(module)
     shape = *o.shape[:-2], made.out_heads
     return o.new_empty(*shape, o.shape[-1], dtype=made._dtype), lse.new_empty(shape)
 
 
-def _fake_nothing(*_: object, **__: object) -> None:
-    """Operators that write into `out` return nothing."""
+def _fake_norm(x: Tensor, module: Any, shape: Any) -> list[Tensor]:
+    """What a norm module writes for rows of this shape."""
+    return [x.new_empty(size, dtype=dtype) for size, dtype in module.forms(torch.Size(shape))[1].values()]
+
+
+def _fake_normed(x: Tensor, _: Tensor, norm_weight: Tensor, module: int, *__: object) -> list[Tensor]:
+    layer = module_of(module)
+    return _fake_norm(x, layer._norm[0], layer.shape_of(x.shape, len(norm_weight)))
+
+
+def _flash_decode(
+    q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, out: Tensor | None, module: int, table: Tensor | None = None,
+    starts: Tensor | None = None, scales: Tensor | None = None, sinks: Tensor | None = None,
+) -> Any:  # fmt: skip
+    return module_of(module).run(q, k, v, kv_lens, table, out, starts, scales, sinks, IN_OPS)
+
+
+def _fake_decode(q: Tensor, _k: Tensor, _v: Tensor, _lens: Tensor, module: int, *_: object) -> Tensor:
+    made = module_of(module)
+    return q.new_empty(q.shape[0], made.out_heads, *q.shape[2:], dtype=made._dtype)
+
+
+def _writing(call: Callable[..., Any]) -> Callable[..., None]:
+    """An operator that writes into tensors and returns nothing."""
+
+    def write(*arguments: Any) -> None:
+        call(*arguments)
+
+    return write
+
+
+def _without_sums(made: Sequence[Tensor]) -> list[Tensor]:
+    """What a norm of sums writes: all but the sums, which were given."""
+    return [*made[:1], *made[2:]]
 
 
 # The backward of the linear layers.
@@ -230,7 +147,7 @@ def _save_gather(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
     ctx.save_for_backward(output[1] if keep else x, weight)
 
 
-def _gather_backward(ctx: Any, dy: Tensor | None, d_whole: Tensor | None) -> tuple[Any, ...]:
+def _gather_backward(ctx: Any, dy: Tensor | None, d_whole: Tensor | None = None) -> tuple[Any, ...]:
     (x, weight), layer = ctx.saved_tensors, module_of(ctx.module)
     dx = d_weight = None
     with _once(dy if dy is not None else d_whole):
@@ -246,11 +163,6 @@ def _gather_backward(ctx: Any, dy: Tensor | None, d_whole: Tensor | None) -> tup
 
 
 # GEMM + Reduce-Scatter.
-
-
-def _scatter(x: Tensor, weight: Tensor, module: int, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    y: Tensor = module_of(module).run(x, weight, None, bias, residual)
-    return y
 
 
 def _fake_scatter(x: Tensor, weight: Tensor, module: int, *_: Tensor | None) -> Tensor:
@@ -302,40 +214,11 @@ def _reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return dx, d_weight, None, d_bias, _of_residual(ctx, dy)
 
 
+BACKWARD = {"all_gather": _gather_backward, "reduce_scatter": _scatter_backward, "all_reduce": _reduce_backward}
+"""The backward of each kind of layer."""
+
+
 # Gather + attention.
-
-
-def _gather_attention(q: Tensor, k: Tensor, v: Tensor, module: int) -> Tensor:
-    result: Tensor = module_of(module).run(q, k, v)
-    return result
-
-
-def _gather_attention_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, module: int) -> None:
-    module_of(module).run(q, k, v, out)
-
-
-def _attention_recorded(q: Tensor, k: Tensor, v: Tensor, module: int) -> tuple[Tensor, Tensor]:
-    recorded_call: tuple[Tensor, Tensor] = module_of(module).run_recorded(q, k, v)
-    return recorded_call
-
-
-def _attention_gradients(
-    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, module: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor, Tensor] = module_of(module).gradients(d_o, q, k, v, o, lse)
-    return gradients
-
-
-def _fake_attention(q: Tensor, k: Tensor, v: Tensor, module: int) -> Tensor:  # noqa: ARG001
-    return q.new_empty(q.shape)
-
-
-def _fake_attention_recorded(q: Tensor, k: Tensor, v: Tensor, module: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    return q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-
-
-def _fake_attention_gradients(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -358,11 +241,6 @@ def _all_gather_rows(x: Tensor, module: int) -> Tensor:
     return whole
 
 
-def _fake_all_gather_rows(x: Tensor, module: int) -> Tensor:
-    layer = module_of(module)
-    return x.new_empty(x.shape[0] * layer.world_size, *x.shape[1:], dtype=layer._dtype)
-
-
 def _own_rows_of_sum(whole: Tensor, module: int) -> Tensor:
     layer = module_of(module)
     if layer._world is None:
@@ -373,10 +251,6 @@ def _own_rows_of_sum(whole: Tensor, module: int) -> Tensor:
     return own
 
 
-def _fake_own_rows_of_sum(whole: Tensor, module: int) -> Tensor:
-    return whole.new_empty(whole.shape[0] // module_of(module).world_size, *whole.shape[1:])
-
-
 def _sum_over_ranks(x: Tensor, module: int) -> Tensor:
     total, world = x.clone(memory_format=torch.contiguous_format), module_of(module)._world
     if world is not None:
@@ -384,114 +258,157 @@ def _sum_over_ranks(x: Tensor, module: int) -> Tensor:
     return total
 
 
-def _fake_same(x: Tensor, module: int) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 Rules = tuple[Callable[..., Any], Callable[..., Any]]
-_MORE = "Tensor? table=None, Tensor? starts=None, Tensor? scales=None, Tensor? sinks=None"
-_TWO = "(Tensor x, Tensor weight, int module, Tensor? bias, Tensor? residual) -> Tensor"
-_THREE = "(Tensor q, Tensor k, Tensor v, int module)"
-_ONE = "(Tensor x, int module) -> Tensor"
-_GATHERED = "(Tensor x, Tensor weight, int module) -> (Tensor, Tensor)"
-_KEPT = "(Tensor x, Tensor weight, int module, bool keep) -> (Tensor, Tensor)"
 
-_OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any], Rules | None], ...] = (
+
+def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any], rules: Rules | None = None) -> None:
+    """Makes an operator of torch.ops.autotax. `rules` are the backward of recorded calls, and what saves their tensors."""
+    name = schema.split("(")[0]
+    library.define(schema, tags=TAGS)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"autotax::{name}", fake, lib=library)
+    if rules is not None:
+        backward, save = rules
+        torch.library.register_autograd(f"autotax::{name}", backward, setup_context=save, lib=library)
+    else:  # a layer records its calls itself
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+
+
+Operator = tuple[str, Callable[..., Any], Callable[..., Any], Rules | None]
+_MORE = "int module, Tensor? table=None, Tensor? starts=None, Tensor? scales=None, Tensor? sinks=None"
+_HELD = "int module, Tensor? seq_lens=None, Tensor? query_start_loc=None"
+_NORM = "int module, Tensor? residual=None, Tensor? scale=None"
+_TWO = "(Tensor x, Tensor weight, int module, Tensor? bias, Tensor? residual) -> Tensor"
+_QKV = "Tensor q, Tensor k, Tensor v"
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """What operators that write return."""
+
+
+def _run(x: Tensor, weight: Tensor, module: int, *added: Tensor | None) -> Any:
+    return module_of(module).run(x, weight, None, *added)
+
+
+def _run_out(x: Tensor, weight: Tensor, out: Tensor, module: int, *added: Tensor | None) -> None:
+    module_of(module).run(x, weight, out, *added)
+
+
+_OPERATORS: tuple[Operator, ...] = (
     *(
         entry
-        for name, run, run_out, more in (
-            ("all_gather_linear", _linear, _linear_out, ""),
-            ("linear_reduce_scatter", _row_linear, _row_linear_out, ADDENDS),
-            ("linear_all_reduce", _row_linear, _row_linear_out, ADDENDS),
-        )
+        for name, more in (("all_gather_linear", ""), ("linear_reduce_scatter", ADDENDS), ("linear_all_reduce", ADDENDS))
         for entry in (
-            (f"{name}(Tensor x, Tensor weight, int module{more}) -> Tensor", run, fake_linear, None),
-            (f"{name}_out(Tensor x, Tensor weight, Tensor(a!) out, int module{more}) -> ()", run_out, _fake_nothing, None),
+            (f"{name}(Tensor x, Tensor weight, int module{more}) -> Tensor", _run, fake_linear, None),
+            (f"{name}_out(Tensor x, Tensor weight, Tensor(a!) out, int module{more}) -> ()", _run_out, _nothing, None),
         )
     ),
-    (f"all_gather_linear_gathered{_GATHERED}", _linear_gathered, fake_gathered, None),
     (
-        f"flash_decode(Tensor q, Tensor k, Tensor v, Tensor kv_lens, int module, {_MORE}) -> Tensor",
-        _flash_decode,
+        "all_gather_linear_gathered(Tensor x, Tensor weight, int module) -> (Tensor, Tensor)",
+        lambda x, weight, module: module_of(module).run_gathered(x, weight),
+        fake_gathered,
+        None,
+    ),
+    (
+        f"flash_decode({_QKV}, Tensor kv_lens, {_MORE}) -> Tensor",
+        lambda q, k, v, kv_lens, module, *more: _flash_decode(q, k, v, kv_lens, None, module, *more),
         _fake_decode,
         None,
     ),
+    (f"flash_decode_out({_QKV}, Tensor kv_lens, Tensor(a!) out, {_MORE}) -> ()", _writing(_flash_decode), _nothing, None),
     (
-        f"flash_decode_out(Tensor q, Tensor k, Tensor v, Tensor kv_lens, Tensor(a!) out, int module, {_MORE}) -> ()",
-        _flash_decode_out,
-        _fake_nothing,
-        None,
-    ),
-    (
-        "decode_merge(Tensor o, Tensor lse, int module, Tensor? seq_lens=None, Tensor? query_start_loc=None) -> (Tensor, Tensor)",
-        _decode_merge,
+        f"decode_merge(Tensor o, Tensor lse, {_HELD}) -> (Tensor, Tensor)",
+        lambda o, lse, module, *held: module_of(module).run(o, lse, None, None, *held),
         _fake_merge,
         None,
     ),
     (
-        "decode_merge_out(Tensor o, Tensor lse, Tensor(a!) out, Tensor(b!) merged_lse, int module, "
-        "Tensor? seq_lens=None, Tensor? query_start_loc=None) -> ()",
-        _decode_merge_out,
-        _fake_nothing,
+        f"decode_merge_out(Tensor o, Tensor lse, Tensor(a!) out, Tensor(b!) merged_lse, {_HELD}) -> ()",
+        _writing(lambda o, lse, out, merged, module, *held: module_of(module).run(o, lse, out, merged, *held)),
+        _nothing,
         None,
     ),
     (
-        "all_reduce_norm(Tensor x, Tensor weight, int module, Tensor? residual=None, Tensor? scale=None) -> Tensor[]",
-        _norm,
-        _fake_norm,
+        f"all_reduce_norm(Tensor x, Tensor weight, {_NORM}) -> Tensor[]",
+        lambda x, weight, module, *more: list(module_of(module).run(x, weight, *more)),
+        lambda x, _, module, *__: _fake_norm(x, module_of(module), x.shape),
         None,
     ),
     (
-        "linear_all_reduce_normed(Tensor x, Tensor weight, Tensor norm_weight, int module, Tensor? residual=None, "
-        "Tensor? scale=None) -> Tensor[]",
-        _normed,
+        f"linear_all_reduce_normed(Tensor x, Tensor weight, Tensor norm_weight, {_NORM}) -> Tensor[]",
+        lambda x, weight, norm_weight, module, *more: list(module_of(module).in_one(x, weight, norm_weight, *more)),
         _fake_normed,
         None,
     ),
     (
         "norm_of_sums(Tensor total, Tensor weight, int module, Tensor? scale=None) -> Tensor[]",
-        _norm_of_sums,
-        _fake_norm_of_sums,
+        lambda total, weight, module, *scale: _without_sums(module_of(module).of_sums(total, weight, *scale)),
+        lambda total, _, module, *__: _without_sums(_fake_norm(total, module_of(module), total.shape)),
         None,
     ),
     (
         "all_reduce_norm_out(Tensor x, Tensor weight, Tensor(a!) out, Tensor(b!) residual_out, Tensor(c!)? scales_out, "
-        "int module, Tensor? residual=None, Tensor? scale=None) -> ()",
-        _norm_out,
-        _fake_nothing,
+        f"{_NORM}) -> ()",
+        _writing(
+            lambda x, weight, out, residual_out, scales_out, module, residual=None, scale=None: module_of(module).run(
+                x, weight, residual, scale, out, residual_out, scales_out
+            )
+        ),
+        _nothing,
         None,
     ),
-    (f"all_gather_linear_recorded{_KEPT}", _quietly(_gather), _fake_gather, (_gather_backward, _save_gather)),
-    (f"linear_reduce_scatter_recorded{_TWO}", _quietly(_scatter), _fake_scatter, (_scatter_backward, _save_both)),
-    (f"linear_all_reduce_recorded{_TWO}", _quietly(_scatter), _fake_scatter, (_reduce_backward, _save_both)),
-    (f"gather_attention{_THREE} -> Tensor", _gather_attention, _fake_attention, None),
-    (f"gather_attention_out{_THREE.replace('int', 'Tensor(a!) out, int')} -> ()", _gather_attention_out, _fake_nothing, None),
     (
-        f"gather_attention_recorded{_THREE} -> (Tensor, Tensor)",
-        _quietly(_attention_recorded),
-        _fake_attention_recorded,
+        "all_gather_linear_recorded(Tensor x, Tensor weight, int module, bool keep) -> (Tensor, Tensor)",
+        _quietly(_gather),
+        _fake_gather,
+        (_gather_backward, _save_gather),
+    ),
+    (f"linear_reduce_scatter_recorded{_TWO}", _quietly(_run), _fake_scatter, (_scatter_backward, _save_both)),
+    (f"linear_all_reduce_recorded{_TWO}", _quietly(_run), _fake_scatter, (_reduce_backward, _save_both)),
+    (
+        f"gather_attention({_QKV}, int module) -> Tensor",
+        lambda q, k, v, module: module_of(module).run(q, k, v),
+        lambda q, k, v, module: q.new_empty(q.shape),  # noqa: ARG005
+        None,
+    ),
+    (
+        f"gather_attention_out({_QKV}, Tensor(a!) out, int module) -> ()",
+        _writing(lambda q, k, v, out, module: module_of(module).run(q, k, v, out)),
+        _nothing,
+        None,
+    ),
+    (
+        f"gather_attention_recorded({_QKV}, int module) -> (Tensor, Tensor)",
+        _quietly(lambda q, k, v, module: module_of(module).run_recorded(q, k, v)),
+        lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)),
         (_attention_backward, _save_attention),
     ),
     (
-        "gather_attention_gradients(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, int module) "
-        "-> (Tensor, Tensor, Tensor)",
-        _attention_gradients,
-        _fake_attention_gradients,
+        f"gather_attention_gradients(Tensor d_o, {_QKV}, Tensor o, Tensor lse, int module) -> (Tensor, Tensor, Tensor)",
+        lambda *tensors_and_module: module_of(tensors_and_module[-1]).gradients(*tensors_and_module[:-1]),
+        lambda _, *tensors: tuple(tensor.new_empty(tensor.shape) for tensor in tensors[:3]),
         None,
     ),
-    (f"all_gather_rows{_ONE}", _quietly(_all_gather_rows), _fake_all_gather_rows, None),
-    (f"own_rows_of_sum{_ONE}", _quietly(_own_rows_of_sum), _fake_own_rows_of_sum, None),
-    (f"sum_over_ranks{_ONE}", _quietly(_sum_over_ranks), _fake_same, None),
+    (
+        "all_gather_rows(Tensor x, int module) -> Tensor",
+        _quietly(_all_gather_rows),
+        lambda x, module: x.new_empty(x.shape[0] * module_of(module).world_size, *x.shape[1:], dtype=module_of(module)._dtype),
+        None,
+    ),
+    (
+        "own_rows_of_sum(Tensor x, int module) -> Tensor",
+        _quietly(_own_rows_of_sum),
+        lambda x, module: x.new_empty(x.shape[0] // module_of(module).world_size, *x.shape[1:]),
+        None,
+    ),
+    (
+        "sum_over_ranks(Tensor x, int module) -> Tensor",
+        _quietly(_sum_over_ranks),
+        lambda x, module: torch.empty_like(x, memory_format=torch.contiguous_format),  # noqa: ARG005
+        None,
+    ),
 )
 """Each operator: schema, implementation, fake implementation, and for recorded calls the backward and its saved tensors."""
 
-for _schema, _run, _fake, _rules in _OPERATORS:
-    _name = _schema.split("(")[0]
-    library.define(_schema, tags=TAGS)
-    library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"autotax::{_name}", _fake, lib=library)
-    if _rules is not None:
-        _backward, _save = _rules
-        torch.library.register_autograd(f"autotax::{_name}", _backward, setup_context=_save, lib=library)
-    else:  # a layer records its calls itself
-        library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+for _operator in _OPERATORS:
+    register(*_operator)

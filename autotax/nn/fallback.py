@@ -110,6 +110,21 @@ class PlainNorm:
         y.copy_(normed)
 
 
+def _exchanged(world: World | None, mine: Tensor, scatter: bool) -> Tensor:
+    """The tensors [tokens, heads, ...] of all ranks for this rank: all heads, or with `scatter` its own, [ranks, tokens, ...]."""
+    if world is None:
+        return mine[None]
+    ranks, (tokens, heads, *rest) = world.size, mine.shape
+    if not scatter:
+        gathered = mine.new_empty(ranks, *mine.shape)
+        all_gather(gathered, mine.contiguous(), world.data)
+        return gathered
+    sent = mine.reshape(tokens, ranks, heads // ranks, *rest).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8), group=world.data)
+    return received
+
+
 class PlainDecode:
     """Attention over this rank's tokens, then a merge of the ranks' results. Torch's operators allocate memory at each call.
 
@@ -134,18 +149,8 @@ class PlainDecode:
         if self.world is None and problem.queries == 1 and len(more) == (problem.page > 0):
             _attend(q, k, v, lengths, out)
         else:
-            partial = _partial(q, k, v, ends, starts, scales)
-            ranks, (batch, heads, width) = self.world.size if self.world else 1, partial.shape
             scatter = problem.output == "head_scatter"
-            if self.world is None:
-                gathered = partial[None]
-            elif scatter:
-                sent = partial.view(batch, ranks, heads // ranks, width).transpose(0, 1).contiguous()
-                gathered = torch.empty_like(sent)
-                dist.all_to_all_single(gathered, sent, group=self.world.data)
-            else:
-                gathered = partial.new_empty(ranks, batch, heads, width)
-                all_gather(gathered, partial, self.world.data)
+            gathered = _exchanged(self.world, _partial(q, k, v, ends, starts, scales), scatter)
             if sinks is not None:  # the sinks of the rows that this rank merges
                 rank = self.world.rank if self.world and scatter else 0
                 own = out.shape[1]
@@ -225,7 +230,7 @@ class PlainMerge:
         if held is not None:
             lse = without_empty_shards(lse, *held)
         o = o.view(-1, *o.shape[-2:])
-        outs, sums = (part[None] if self.world is None else self._exchanged(part) for part in (o, lse))
+        outs, sums = (_exchanged(self.world, part, self.scatter) for part in (o, lse))
         sums = torch.where(sums.isfinite(), sums * self.to_e, -math.inf)
         top = sums.amax(0)
         weights = torch.exp(sums - torch.where(top == -math.inf, 0.0, top))
@@ -234,20 +239,6 @@ class PlainMerge:
         parts = torch.where(shares > 0, shares * outs.float(), 0.0)
         out.view(-1, *out.shape[-2:]).copy_(parts.sum(0))
         merged.view(-1, merged.shape[-1]).copy_((total.log() + top) / self.to_e)
-
-    def _exchanged(self, mine: Tensor) -> Tensor:
-        """The tensors of all ranks for this rank: [ranks, tokens, heads, ...]."""
-        assert self.world is not None
-        ranks, (tokens, heads, *rest) = self.world.size, mine.shape
-        if not self.scatter:
-            gathered = mine.new_empty(ranks, *mine.shape)
-            all_gather(gathered, mine.contiguous(), self.world.data)
-            return gathered
-        sent = mine.reshape(tokens, ranks, heads // ranks, *rest).transpose(0, 1).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8), group=self.world.data)
-        return received
-
 
 def without_empty_shards(lse: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> Tensor:
     """LSE [tokens, heads] with -inf for tokens of sequences without keys on this rank, and for tokens after the last sequence."""

@@ -134,7 +134,7 @@ class GatherAttention(Tuned):
         """The output and its log-sum-exps, float32 [batch, q_heads, tokens], for a call that torch records."""
         problem, inputs = self._problem_of(q, k, v)
         if self._world is None:
-            from autotax.kernels.gather_attention.library import attend  # brings Triton
+            from autotax.kernels.gather_attention.vendor import attend  # brings Triton
 
             o, lse = attend(self._library, *inputs, causal=problem.mask == "causal")
             return o, lse.contiguous()
@@ -143,9 +143,7 @@ class GatherAttention(Tuned):
         o = self._call(kernel, like, inputs, None)
         return o, kernel.lse.clone(memory_format=torch.contiguous_format)
 
-    def gradients(
-        self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v. K and V are gathered again, and their gradients of all ranks are added up."""
         problem, (q, k, v) = self._problem_of(q, k, v)
         d_o, world, rank = d_o.contiguous(), self._world, self._world.rank if self._world else 0
@@ -198,7 +196,7 @@ class GatherAttention(Tuned):
 
     def _alone(self, problem: Shape, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor | None) -> Tensor:
         """The output where there is one rank."""
-        from autotax.kernels.gather_attention.library import attend  # brings Triton
+        from autotax.kernels.gather_attention.vendor import attend  # brings Triton
 
         o, _ = attend(self._library, *inputs, causal=problem.mask == "causal")
         if out is None:
@@ -211,10 +209,6 @@ class GatherAttention(Tuned):
         """Whose attention the backward uses."""
         on_amd = torch.version.hip is not None
         return str(LIBRARIES["cpu" if self._device.type == "cpu" else "rocm" if on_amd else "cuda"][0])
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._recorders.clear()
 
 
 def _backward(

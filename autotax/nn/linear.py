@@ -27,7 +27,6 @@ from autotax.nn.fallback import PlainLinear, PlainRowLinear, all_gather
 from autotax.nn.groups import on_device
 from autotax.nn.linear_base import ELSEWHERE, Call, ParallelLinear
 from autotax.nn.norm import AllReduceNorm, in_order
-from autotax.nn.scaled_linear import made_for
 from autotax.nn.tensor_checks import addend, aligned, plain, recorded, require_apart, require_no_tangent, require_recordable
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.all_reduce_norm import MOST as MOST_NORMED
@@ -79,13 +78,10 @@ class AllGatherLinear(ParallelLinear):
     ones, or if kernels cannot be prepared. If the user may not expect that, every rank issues a RuntimeWarning.
     """
 
+    KIND = "all_gather"
     OPERATORS = (torch.ops.autotax.all_gather_linear, torch.ops.autotax.all_gather_linear_out)
     columns: tuple[int, ...] = ()
     """Columns of each of several weights."""
-
-    def __new__(cls, *arguments: Any, **options: Any) -> Any:
-        """A ScaledLinear for a weight in e4m3."""
-        return made_for(cls, "all_gather", arguments, options) or super().__new__(cls)
 
     def __init__(
         self,
@@ -364,7 +360,7 @@ class RowParallelLinear(ParallelLinear):
             self._apart = self._measured(self._norm[0])
 
     def in_one(
-        self, x: Tensor, weight: Tensor, norm_weight: Tensor, residual: Tensor | None, scale: Tensor | None
+        self, x: Tensor, weight: Tensor, norm_weight: Tensor, residual: Tensor | None = None, scale: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """`normed` by one kernel, for a number of rows for which that is fastest."""
         norm = self._norm[0]
@@ -447,11 +443,8 @@ class LinearReduceScatter(RowParallelLinear):
     """
 
     OUTPUT = "scattered"
+    KIND = "reduce_scatter"
     OPERATORS = (torch.ops.autotax.linear_reduce_scatter, torch.ops.autotax.linear_reduce_scatter_out)
-
-    def __new__(cls, *arguments: Any, **options: Any) -> Any:
-        """A ScaledLinear for a weight in e4m3."""
-        return made_for(cls, "reduce_scatter", arguments, options) or super().__new__(cls)
 
     def shape_of(self, x: torch.Size, columns: int) -> tuple[int, ...]:
         if x[0] % self.world_size:
@@ -477,11 +470,8 @@ class LinearAllReduce(RowParallelLinear):
     """
 
     OUTPUT = "replicated"
+    KIND = "all_reduce"
     OPERATORS = (torch.ops.autotax.linear_all_reduce, torch.ops.autotax.linear_all_reduce_out)
-
-    def __new__(cls, *arguments: Any, **options: Any) -> Any:
-        """A ScaledLinear for a weight in e4m3."""
-        return made_for(cls, "all_reduce", arguments, options) or super().__new__(cls)
 
     def _unit(self, ranks: int) -> int:  # noqa: ARG002
         return 1

@@ -19,11 +19,24 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.hardware import detect
+from autotax.hardware import Hardware
+from autotax.heap.world import World
 from autotax.nn import custom_ops, groups  # noqa: F401 - custom_ops registers torch.ops.autotax.*
-from autotax.nn.base import NO_OUT, Group, Module, SizeChoice, Unknown, increment_version, nothing, remember, sizes_up_to
-from autotax.nn.consensus import DTYPES, configs_for, invariant_config, wants_invariance
+from autotax.nn.base import (
+    NO_OUT,
+    Group,
+    Module,
+    SizeChoice,
+    Unknown,
+    greatest_rows,
+    increment_version,
+    nothing,
+    remember,
+    sizes_up_to,
+)
+from autotax.nn.consensus import DTYPES, invariant_config, wants_invariance
 from autotax.nn.groups import on_device
+from autotax.nn.scaled_linear import made_for
 from autotax.nn.tensor_checks import (
     FREED,
     PLAIN,
@@ -65,6 +78,8 @@ class ParallelLinear(Module):
 
     weight: Tensor
     bias: Tensor | None
+    KIND: str
+    """`all_gather`, `reduce_scatter` or `all_reduce`."""
     OPERATORS: tuple[Any, Any]
     """The operators of torch.ops: one returns a new result, the other writes into `out`."""
     _like: tuple[Any, ...] = ()
@@ -80,7 +95,10 @@ class ParallelLinear(Module):
     """Kernels by the rows of x for which they were prepared."""
     _most: int
     _plain: Any
-    _gradient: Any
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        """A ScaledLinear for a weight in e4m3."""
+        return made_for(cls, cls.KIND, arguments, options) or super().__new__(cls)
 
     def __init__(
         self,
@@ -104,19 +122,12 @@ class ParallelLinear(Module):
         if layout not in LAYOUTS:
             raise UsageError(f"layout is {layout!r}; allowed are nk ([n, k]) and kn ([k, n]): give one of these")
         self._layout = layout
-        self._hold("weight", weight)
-        self._hold("bias", bias)
+        self._hold(weight=weight, bias=bias)
         self._asked = (max_m, conditions, config, backward_config, sizes)
         if like:
             self._share(like)
         elif not weight.is_meta:
             self.prepare()
-
-    def _hold(self, name: str, tensor: Tensor | None) -> None:
-        if tensor is None or isinstance(tensor, torch.nn.Parameter):
-            self.register_parameter(name, tensor)
-        else:
-            self.register_buffer(name, tensor)
 
     def _share(self, like: ParallelLinear) -> None:
         theirs = like.weight
@@ -200,13 +211,15 @@ class ParallelLinear(Module):
         self._shape, self._dtype, self._features = tuple(weight.shape), weight.dtype, self.sides_of(weight)
         self._most, _ = self._rows_of(problems[-1])
         self._plain = self._bulk_synchronous(self._most, weight)
-        if world is not None:
-            hardware = detect(world.backend)
-            if self._invariant:
-                config = invariant_config(world, problems[-1], hardware, deployed, self._db, config)
-            configs, notes = configs_for(world, problems, hardware, deployed, self._db, config, self._prove)
-            tuned = [chosen if chosen and chosen.variant != "bsp" else None for chosen in configs]
-            self._tune(problems, hardware, tuned, notes)
+        self._look_up(problems, deployed, config)
+
+    def _configs(
+        self, world: World, problems: Sequence[Problem], hardware: Hardware, conditions: Conditions, config: Config | None
+    ) -> tuple[list[Config | None], list[str]]:
+        if self._invariant:
+            config = invariant_config(world, problems[-1], hardware, conditions, self._db, config)
+        configs, notes = super()._configs(world, problems, hardware, conditions, config)
+        return [chosen if chosen and chosen.variant != "bsp" else None for chosen in configs], notes
 
     def sides_of(self, weight: Tensor) -> tuple[int, int]:
         """Elements of a row of x, and columns of the result."""
@@ -221,11 +234,8 @@ class ParallelLinear(Module):
             raise UsageError(f"weight is {described}; it must be [n, K] of {', '.join(DTYPES.values())}: give such a one")
         require_tensor("weight", weight, tuple(weight.shape), weight.dtype, weight.device)
         unit = self._unit(ranks)
-        if isinstance(max_m, bool) or not isinstance(max_m, int) or max_m < unit:
-            least = f"{unit}, the number of ranks" if unit > 1 else "1"
-            raise UsageError(f"max_m is {max_m!r}; it must be a whole number from {least}: give a greater one")
+        most = greatest_rows(max_m, unit)
         k, n = self.sides_of(weight)
-        most = max_m // unit * unit
         requested = sizes_up_to(most, unit, [most] if once else sizes)
         return [self._problem_of(m, n, k, DTYPES[weight.dtype], ranks) for m in requested]
 
@@ -278,7 +288,6 @@ class ParallelLinear(Module):
             "_made": {},
             "_most": 0,
             "_plain": None,
-            "_gradient": None,
         }
 
     # Calling.
@@ -528,17 +537,6 @@ class ParallelLinear(Module):
         """Does nothing for a layer made `like` another, which owns no workspaces."""
         if not self._like:
             super().close()
-
-    def _release(self) -> None:
-        inner, self._gradient = self._gradient, None
-        if inner is not None and inner is not self:
-            inner.close()
-        super()._release()
-
-    def _forget(self) -> None:
-        self._known.clear()
-        self._made.clear()
-        self._plain = None
 
     def extra_repr(self) -> str:
         k, n = self.sides_of(self.weight)

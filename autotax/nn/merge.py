@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import get_ident
@@ -19,13 +18,12 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.hardware import Hardware, detect
+from autotax.hardware import Hardware
 from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,
 )
-from autotax.nn.base import Module, baseline_of_greatest, increment_version, nothing, remember, sizes_up_to
-from autotax.nn.consensus import DTYPES, configs_for
+from autotax.nn.base import SizedModule, baseline_of_greatest, increment_version, nothing, remember
 from autotax.nn.fallback import PlainMerge
 from autotax.nn.groups import on_device
 from autotax.nn.tensor_checks import (
@@ -50,7 +48,7 @@ Then for the checks of a call: the bytes of both O, and the inputs and results t
 """
 
 
-class DecodeMerge(Module):
+class DecodeMerge(SizedModule):
     """The merge of each rank's O and LSE, weighed by base^LSE. One module serves all layers of the same sizes.
 
     Construction is collective over `group` (None: all ranks, or this process alone).
@@ -68,11 +66,9 @@ class DecodeMerge(Module):
     Raises UsageError on all ranks alike. Falls back and warns as AllGatherLinear does.
     """
 
-    _calls: dict[int, Call]
-    _known: dict[torch.Size, Known]
-    _made: dict[int, list[Any]]
+    SIZE = "batch"
     _most: Shape
-    _plain: PlainMerge
+    _known: dict[torch.Size, Known]
     _unwanted: Tensor
     """Receives the merged LSE when the caller does not request it."""
 
@@ -94,41 +90,21 @@ class DecodeMerge(Module):
         sizes: Sequence[int] | None = None,
         check: bool | None = None,
     ) -> None:
-        super().__init__(group, db, check)
-        self._dtype = dtype
-        self._where = None if device is None else torch.device(device)
-        self._masked = masked
+        super().__init__(group, db, check, device=device)
+        self._dtype, self._masked = dtype, masked
         self._asked = (max_batch, heads, head_dim, output, base, conditions, config, sizes)
         self.prepare()
 
     def _blank(self) -> dict[str, Any]:
-        return super()._blank() | {
-            "_calls": {},
-            "_known": {},
-            "_made": {},
-            "_most": None,
-            "_plain": None,
-            "_unwanted": None,
-        }
+        return super()._blank() | {"_unwanted": None}
 
-    def _make(self) -> None:
-        max_batch, heads, head_dim, output, base, conditions, config, sizes = self._asked
-        world, dtype = self._world, self._dtype
+    def _greatest(self, dtype: str) -> Shape:
+        max_batch, heads, head_dim, output, base, *_ = self._asked
+        return Shape(max_batch, heads, head_dim, dtype, self.world_size, output, base)
 
-        def problems_here() -> list[Shape]:
-            if dtype not in DTYPES:
-                raise UsageError(f"dtype is {dtype}; allowed are {', '.join(map(str, DTYPES))}: give one of these")
-            most = Shape(max_batch, heads, head_dim, DTYPES[dtype], self.world_size, output, base)
-            batches = sizes_up_to(most.batch, 1, [most.batch] if config else sizes)
-            return [replace(most, batch=batch) for batch in batches]
-
-        problems, deployed = self._agreed(problems_here, conditions)
-        self._most = problems[-1]
-        self._plain = PlainMerge(world, scatter=output == "head_scatter", base=base)
-        self._unwanted = torch.empty(max_batch, self.out_heads, dtype=torch.float32, device=self._device)
-        if world is not None:
-            hardware = detect(world.backend)
-            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config))
+    def _make_plain(self) -> PlainMerge:
+        self._unwanted = torch.empty(self._most.batch, self.out_heads, dtype=torch.float32, device=self._device)
+        return PlainMerge(self._world, scatter=self._most.output == "head_scatter", base=self._most.base)
 
     @property
     def out_heads(self) -> int:
@@ -139,10 +115,6 @@ class DecodeMerge(Module):
     def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
         """One bulk-synchronous kernel serves every size."""
         return baseline_of_greatest(pairs, hardware)
-
-    def _store(self, operators: list[Any], notes: list[str]) -> None:  # noqa: ARG002
-        for operator in operators:
-            self._made.setdefault(operator.problem.batch, []).append(operator)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         """Other numbers of tokens and other strides of LSE need no further compilation."""
@@ -339,18 +311,7 @@ class DecodeMerge(Module):
             raise UsageError(
                 f"o has {tokens} query tokens; it must have at most {most.batch}: give fewer, or a greater max_batch"
             )
-        bucket = next(choice for choice in self._choices if tokens <= choice.problem.batch)  # type: ignore[attr-defined]
-        operators = self._made.get(bucket.problem.batch, []) if bucket.config else []  # type: ignore[attr-defined]
-        chosen = [operator for operator in operators if operator.config == bucket.config]
-        others = [operator for operator in self._made.get(most.batch, []) if operator.config.variant == "bsp"]
-        fits = (operator.fitted(replace(most, batch=tokens)) for operator in [*chosen, *others])
-        call: Call = next((fit for fit in fits if fit), self._plain)
-        return remember(self._calls, tokens, call)
-
-    def _forget(self) -> None:
-        self._known.clear()
-        self._calls.clear()
-        self._made.clear()
+        return remember(self._calls, tokens, self._fitting(tokens))
 
     def extra_repr(self) -> str:
         batch, heads, dim, output, base, *_ = self._asked

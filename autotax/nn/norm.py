@@ -19,14 +19,13 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.hardware import Hardware, detect
-from autotax.heap.collective_errors import together
+from autotax.hardware import Hardware
+from autotax.heap.world import together
 from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,
 )
-from autotax.nn.base import Module, baseline_of_greatest, increment_version, nothing, remember, sizes_up_to
-from autotax.nn.consensus import DTYPES, configs_for
+from autotax.nn.base import SizedModule, baseline_of_greatest, increment_version, nothing, remember
 from autotax.nn.fallback import PlainNorm
 from autotax.nn.groups import on_device
 from autotax.nn.tensor_checks import (
@@ -50,7 +49,7 @@ Known = tuple[Call, dict[str, Form], dict[str, Form]]
 """The call for a shape of x, the forms of the tensors that it reads, and those of the tensors that it writes."""
 
 
-class AllReduceNorm(Module):
+class AllReduceNorm(SizedModule):
     """S = the sum over the ranks of x, + the residual; y = S / sqrt(mean(S^2) + eps) * (weight + offset), on all ranks alike.
 
     One module serves all layers of the same sizes. Construction is collective over `group` (None: all ranks, or this process
@@ -69,11 +68,9 @@ class AllReduceNorm(Module):
     Raises UsageError on all ranks alike. Falls back to the collective library and warns as AllGatherLinear does.
     """
 
-    _calls: dict[int, Call]
-    _known: dict[torch.Size, Known]
-    _made: dict[int, list[Any]]
+    SIZE = "m"
     _most: Shape
-    _plain: PlainNorm
+    _known: dict[torch.Size, Known]
     _ordinal: int
     _alone: Call
 
@@ -96,59 +93,42 @@ class AllReduceNorm(Module):
         check: bool | None = None,
         prove: bool | float = False,
     ) -> None:
-        super().__init__(group, db, check, prove)
+        super().__init__(group, db, check, prove, device)
         self._dtype, self._eps = dtype, eps
-        self._where = None if device is None else torch.device(device)
         self._asked = (max_m, hidden, "added" if residual else "none", quant, offset, conditions, config, sizes)
         self.prepare()
 
     def _blank(self) -> dict[str, Any]:
-        nothing_yet = dict.fromkeys(("_most", "_plain", "_alone"))
-        return super()._blank() | nothing_yet | {"_calls": {}, "_known": {}, "_made": {}, "_ordinal": -1}
+        return super()._blank() | {"_alone": None, "_ordinal": -1}
 
-    def _make(self) -> None:
-        max_m, hidden, residual, quant, offset, conditions, config, sizes = self._asked
-        world, dtype = self._world, self._dtype
+    def _greatest(self, dtype: str) -> Shape:
+        if not 0 < self._eps < math.inf:
+            raise UsageError(f"eps is {self._eps}; it must be a number above 0: give such a one")
+        max_m, hidden, residual, quant, offset, *_ = self._asked
+        return Shape(max_m, hidden, dtype, self.world_size, residual, quant, offset)
 
-        def problems_here() -> list[Shape]:
-            if dtype not in DTYPES:
-                raise UsageError(f"dtype is {dtype}; allowed are {', '.join(map(str, DTYPES))}: give one of these")
-            if not 0 < self._eps < math.inf:
-                raise UsageError(f"eps is {self._eps}; it must be a number above 0: give such a one")
-            most = Shape(max_m, hidden, DTYPES[dtype], self.world_size, residual, quant, offset)
-            return [replace(most, m=m) for m in sizes_up_to(most.m, 1, [most.m] if config else sizes)]
-
-        problems, deployed = self._agreed(problems_here, conditions)
-        self._most, self._ordinal = problems[-1], ordinal_of(self._device)
-        self._plain = PlainNorm(world, self._most, self._device)
-        self._alone = self._plain.alone
-        if world is not None:
-            hardware = detect(world.backend)
-            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
+    def _make_plain(self) -> PlainNorm:
+        plain_norm = PlainNorm(self._world, self._most, self._device)
+        self._ordinal, self._alone = ordinal_of(self._device), plain_norm.alone
+        return plain_norm
 
     def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
         """One bulk-synchronous kernel serves every size."""
         return baseline_of_greatest(pairs, hardware)
 
-    def _store(self, operators: list[Any], notes: list[str]) -> None:  # noqa: ARG002
-        for operator in operators:
-            self._made.setdefault(operator.problem.m, []).append(operator)
+    def _store(self, operators: list[Any], notes: list[str]) -> None:
+        super()._store(operators, notes)
         self._prepare_alone()
 
     def _prepare_alone(self) -> None:
         """Compiles the norm of rows that are sums already. Collective."""
-        kernel = self._bulk_synchronous()
-        if kernel is not None:
+        for kernel in self._of_greatest()[:1]:
             assert self._world is not None
             _, (_, weight, residual_out, *rest) = next(iter(self._rehearsals(self._most)))
             rest = rest[1:] if self._most.residual == "added" else rest
             with together(self._world, "compile the norm of sums"), kernel.context.rehearsal():
                 kernel.alone(residual_out, weight, *rest, eps=self._eps)
             self._alone = kernel.alone
-
-    def _bulk_synchronous(self) -> Any:
-        """The kernel that serves every size after the collective library's sum, or None."""
-        return next((kernel for kernel in self._made.get(self._most.m, []) if kernel.config.variant == "bsp"), None)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         """Other numbers of rows need no further compilation."""
@@ -370,17 +350,8 @@ class AllReduceNorm(Module):
         most = self._most
         if rows > most.m:
             raise UsageError(f"x has {rows} rows; it must have at most {most.m}: give fewer, or a greater max_m")
-        bucket = next(choice for choice in self._choices if rows <= choice.problem.m)  # type: ignore[attr-defined]
-        operators = self._made.get(bucket.problem.m, []) if bucket.config else []  # type: ignore[attr-defined]
-        chosen = [operator for operator in operators if operator.config == bucket.config]
-        fits = (operator.fitted(replace(most, m=rows)) for operator in [*chosen, self._bulk_synchronous()] if operator)
-        call: Call = partial(next((fit for fit in fits if fit), self._plain), eps=self._eps)
+        call: Call = partial(self._fitting(rows), eps=self._eps)
         return remember(self._calls, rows, call)
-
-    def _forget(self) -> None:
-        self._known.clear()
-        self._calls.clear()
-        self._made.clear()
 
     def extra_repr(self) -> str:
         max_m, hidden, residual, quant, offset, *_ = self._asked

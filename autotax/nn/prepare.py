@@ -14,13 +14,13 @@ from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware, symmetric_heap
 from autotax.heap import Heap, HeapError, World, open_heap
-from autotax.heap.collective_errors import together
 from autotax.heap.triton_interpreter import CPU_POLLS_PER_S, patch_interpreter
+from autotax.heap.world import together
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.offline import META, MetaHeap, fix_cache_keys
-from autotax.nn.watchdog import wait_s
+from autotax.nn.groups import wait_s
 
 GPU_POLLS_PER_S = (1 << 29) / 600
 """The highest rate of polls; polls take longer when ranks share links."""

@@ -20,10 +20,9 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, ceil_div
-from autotax.hardware import detect
+from autotax.hardware import Hardware
 from autotax.nn import custom_ops
-from autotax.nn.base import NO_OUT, Module, SizeChoice, increment_version, module_of, sizes_up_to
-from autotax.nn.consensus import configs_for
+from autotax.nn.base import NO_OUT, Module, greatest_rows, increment_version, module_of, sizes_up_to
 from autotax.nn.fallback import all_gather, reduce_scatter
 from autotax.nn.groups import on_device
 from autotax.nn.tensor_checks import addend, aligned, plain, recorded, require_apart, require_no_tangent, require_tensor, small
@@ -91,7 +90,6 @@ class ScaledLinear(Module):
     input_scale: Tensor | None
     _kernels: dict[int, Any]
     _plain: Any
-    _wide: Any
 
     def __init__(
         self,
@@ -140,14 +138,8 @@ class ScaledLinear(Module):
                 f"quantize is {quantize!r} for a weight with scales {layout}; they must be {fitting}: give another quantize"
             )
         shape = scales_shape(layout, n, k, weight=True)
-        for name, tensor in (
-            ("weight", weight), ("scales", scales.reshape(shape).contiguous()), ("bias", bias), ("input_scale", input_scale),
-            ("backward_weight", backward_weight),
-        ):  # fmt: skip
-            if isinstance(tensor, torch.nn.Parameter):
-                self.register_parameter(name, tensor)
-            else:
-                self.register_buffer(name, tensor)
+        self._hold(weight=weight, scales=scales.reshape(shape).contiguous(), bias=bias)
+        self._hold(input_scale=input_scale, backward_weight=backward_weight)
         self._wide_class, self.columns = wide_class, columns
         self.kind, self.layout, self.quantize, self.out_dtype = kind, layout, quantize, out_dtype
         self._asked = max_m, conditions, config, sizes
@@ -157,7 +149,7 @@ class ScaledLinear(Module):
     # Preparing.
 
     def _blank(self) -> dict[str, Any]:
-        return super()._blank() | {"_kernels": {}, "_plain": None, "_wide": None}
+        return super()._blank() | {"_kernels": {}, "_plain": None}
 
     def _place(self) -> torch.device:
         return self.weight.device
@@ -178,26 +170,19 @@ class ScaledLinear(Module):
         per_rank = ranks if self.kind == "all_gather" else 1
 
         def problems() -> list[Any]:
-            if type(max_m) is not int or max_m < unit:
-                raise UsageError(f"max_m is {max_m!r}; it must be a whole number from {unit}: give a greater one")
-            most = max_m // unit * unit
+            most = greatest_rows(max_m, unit)
             return [self.problem(m // per_rank) for m in sizes_up_to(most, unit, [most] if config else sizes)]
 
         prepared_for, deployed = self._agreed(problems, conditions)
         self._plain = PlainScaled(self)
-        if self._world is None:
-            return
-        hardware = detect(self._world.backend)
-        configs, notes = configs_for(self._world, prepared_for, hardware, deployed, self._db, config, self._prove)
-        pairs: list[tuple[Problem, Config]] = [(size, some) for size, some in zip(prepared_for, configs, strict=True) if some]
-        kernels = self._with_additions(self._operators(pairs, hardware, notes))
-        made = {key: kernel for (key, _), kernel in zip(pairs, self._prepared.operators if self._prepared else (), strict=False)}
-        self._kernels = {self._rows_of(size): made[size] for size in prepared_for if made.get(size) in kernels and made[size]}
-        self._choices = tuple(
-            SizeChoice(problem, chosen if self._rows_of(problem) in self._kernels else None)
-            for problem, chosen in zip(prepared_for, configs, strict=True)
-        )
-        self._warn(notes)
+        self._look_up(prepared_for, deployed, config)
+
+    def _operators(self, requested: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Any]:
+        """Also compiles kernels for calls that add."""
+        return self._with_additions(super()._operators(requested, hardware, notes))
+
+    def _store(self, operators: list[Any], notes: list[str]) -> None:  # noqa: ARG002
+        self._kernels = {self._rows_of(kernel.problem): kernel for kernel in operators}
 
     def _rows_of(self, problem: Any) -> int:
         """Rows of x on each rank."""
@@ -230,22 +215,15 @@ class ScaledLinear(Module):
 
     def shape_of(self, x: torch.Size, columns: int) -> tuple[int, ...]:
         """The shape of the result for a shape of x. Raises UsageError."""
-        if self.kind == "all_gather":
-            return x[0] * self.world_size, *x[1:-1], columns
-        if self.kind == "reduce_scatter":
-            if x[0] % self.world_size:
-                raise UsageError(f"x is {list(x)}; {self.world_size} ranks share the first dimension: give a multiple")
-            return x[0] // self.world_size, *x[1:-1], columns
-        return *x[:-1], columns
+        shape: tuple[int, ...] = self._wide_class.shape_of(self, x, columns)
+        return shape
 
     def sides_of(self, weight: Tensor) -> tuple[int, int]:
         """Elements of a row of x, and columns of the result."""
         n, k = weight.shape
         return k, n
 
-    def forward(
-        self, x: Tensor, scales: Tensor | None = None, out: Tensor | None = None, residual: Tensor | None = None
-    ) -> Any:
+    def forward(self, x: Tensor, scales: Tensor | None = None, out: Tensor | None = None, residual: Tensor | None = None) -> Any:
         """The result, or a tuple of views of it for several weights."""
         y = self._forward(x, scales, out, residual)
         return y.split(self.columns, -1) if self.columns else y
@@ -292,9 +270,9 @@ class ScaledLinear(Module):
                     raise UsageError("residual is given to an all-gather layer, which takes none: add it to the result")
                 residual = aligned(addend("residual", residual, shape, out))
             if rows:
-                flat = [None if added is None or added.dim() == 1 else added.view(-1, n) for added in (residual,)]
                 with self._guards[0]:
-                    self._call(x.view(-1, k), weight, of_x, weight_scales, out.view(-1, n), bias, flat[0])
+                    flat = None if residual is None else residual.view(-1, n)
+                    self._call(x.view(-1, k), weight, of_x, weight_scales, out.view(-1, n), bias, flat)
         return out
 
     def _scales_of_x(self, rows: int, scales: Tensor | None, input_scale: Tensor | None) -> tuple[Tensor, ...]:
@@ -344,21 +322,11 @@ class ScaledLinear(Module):
     def prepare_backward(self) -> None:
         """Makes the backward ready: a layer of the same kind with the weight in bf16. Collective."""
         self._ensure_ready()
-        if self._wide is None and self.backward_weight is not None:
+        if self._gradient is None and self.backward_weight is not None:
             max_m, conditions, _, sizes = self._asked
             options = {"db": self._db, "conditions": conditions, "sizes": sizes}
-            self._wide = self._wide_class(self.backward_weight.detach(), self._group, max_m, **options)
-            self._wide.prepare_backward()
-
-    def _release(self) -> None:
-        inner, self._wide = self._wide, None
-        if inner is not None:
-            inner.close()
-        super()._release()
-
-    def _forget(self) -> None:
-        self._kernels.clear()
-        self._plain = None
+            self._gradient = self._wide_class(self.backward_weight.detach(), self._group, max_m, **options)
+            self._gradient.prepare_backward()
 
     def extra_repr(self) -> str:
         n, k = self.weight.shape
@@ -380,15 +348,10 @@ class _Recorded(torch.autograd.Function):
         needs = [*ctx.needs_input_grad[:2], False, False, False]
         dy = dy.contiguous()
         like = SimpleNamespace(
-            saved_tensors=(x.to(weight.dtype), weight), module=ctx.layer._wide.handle, kept=False, needs_input_grad=needs
+            saved_tensors=(x.to(weight.dtype), weight), module=ctx.layer._gradient.handle, kept=False, needs_input_grad=needs
         )
-        rules: dict[str, Any] = {
-            "all_gather": lambda: custom_ops._gather_backward(like, dy.to(weight.dtype), None),
-            "reduce_scatter": lambda: custom_ops._scatter_backward(like, dy.to(weight.dtype)),
-            "all_reduce": lambda: custom_ops._reduce_backward(like, dy.to(weight.dtype)),
-        }
         with torch.no_grad():
-            dx, d_weight, *_ = rules[ctx.layer.kind]()
+            dx, d_weight, *_ = custom_ops.BACKWARD[ctx.layer.kind](like, dy.to(weight.dtype))
         return dx, d_weight, None
 
 
@@ -440,24 +403,22 @@ def made_for(wide_class: Any, kind: str, arguments: tuple[Any, ...], options: di
     return ScaledLinear(wide_class, kind, weight, options.pop("scales", None), *arguments[1:], **options)
 
 
-def _scaled_linear(
+def _run(
     x: Tensor, scales: Tensor | None, weight: Tensor, weight_scales: Tensor, module: int, input_scale: Tensor | None = None,
-    bias: Tensor | None = None, residual: Tensor | None = None,
+    *added: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    result: Tensor = module_of(module).run(x, scales, weight, weight_scales, input_scale, None, bias, residual)
+    result: Tensor = module_of(module).run(x, scales, weight, weight_scales, input_scale, None, *added)
     return result
 
 
-def _fake_scaled_linear(x: Tensor, scales: Tensor | None, weight: Tensor, weight_scales: Tensor, module: int, *_: Any) -> Tensor:  # noqa: ARG001
+def _fake(x: Tensor, _: Tensor | None, weight: Tensor, __: Tensor, module: int, *___: Any) -> Tensor:
     layer = module_of(module)
     return x.new_empty(layer.shape_of(x.shape, weight.shape[0]), dtype=layer.out_dtype)
 
 
-custom_ops.library.define(
+custom_ops.register(
     "scaled_linear(Tensor x, Tensor? scales, Tensor weight, Tensor weight_scales, int module, Tensor? input_scale=None, "
     "Tensor? bias=None, Tensor? residual=None) -> Tensor",
-    tags=custom_ops.TAGS,
+    _run,
+    _fake,
 )
-custom_ops.library.impl("scaled_linear", _scaled_linear, "CompositeExplicitAutograd")
-custom_ops.library.impl("scaled_linear", torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("autotax::scaled_linear", _fake_scaled_linear, lib=custom_ops.library)

@@ -14,14 +14,14 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.hardware import Hardware, detect
+from autotax.hardware import Hardware
 from autotax.nn.base import Module, increment_version
-from autotax.nn.consensus import configs_for, require_alike
+from autotax.nn.consensus import require_alike
 from autotax.nn.groups import capturing
 from autotax.nn.tensor_checks import plain, require_apart, require_no_tangent, require_tensor
 from autotax.operators import registry
-from autotax.operators.calls import make_inputs
 from autotax.operators.inputs import Call
+from autotax.operators.verification import make_inputs
 
 
 class Tuned(Module):
@@ -55,9 +55,8 @@ class Tuned(Module):
         check: bool | None = None,
         prove: bool | float = False,
     ) -> None:
-        super().__init__(group, db, check, prove)
+        super().__init__(group, db, check, prove, device)
         self._problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        self._where = None if device is None else torch.device(device)
         self._asked = conditions, config
         self.prepare(group)
 
@@ -73,8 +72,7 @@ class Tuned(Module):
             raise UsageError(f"the group has {ranks} ranks; problems are for as many, two at least: give others or another group")
         loaded = ", ".join(f"{name} {digest}" for name, digest in registry.fingerprints().items())
         require_alike(world, "what is loaded", loaded)
-        hardware = detect(world.backend)
-        self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
+        self._look_up(problems, deployed, config)
 
     def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
         from autotax.spaces import space_for
@@ -148,10 +146,6 @@ class Tuned(Module):
         alike = all(mine.get(name) == value for name, value in theirs.items() if name not in varying)
         smaller = all(theirs[name] <= mine[name] for name in varying)
         return kernel.fitted(problem) if alike and smaller else None
-
-    def _forget(self) -> None:
-        self._calls.clear()
-        self._kernels.clear()
 
     def extra_repr(self) -> str:
         return ", ".join(problem.key for problem in self._problems)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import ITEM_SIZES, Problem, ceil_div, choice, ranks, size
-from autotax.hardware import has_iris, links_us
+from autotax.hardware import Hardware, has_iris, links_us
 from autotax.operators import scaled
 from autotax.operators.declaration import Operator, Rates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import Tensor
 
-    from autotax.core.config import Config
-    from autotax.hardware import Hardware
     from autotax.operators.inputs import Call, Draw
 
 
@@ -47,15 +45,14 @@ class AllGatherGemm(Problem):
     shard: str = choice("m or k: how A is sharded", ("m", "k"), default="m")
     world_size: int = ranks()
     weight: str = choice("nk or kn: how B is stored", ("nk", "kn"), default="nk", unnamed=True)
-    scales: str = scaled.scales_field()
-    result: str = scaled.result_field()
-    quantize: str = scaled.quantize_field()
-    operand: str = scaled.operand_field()
+    scales: str = scaled.scaled_field("scales")
+    result: str = scaled.scaled_field("result")
+    quantize: str = scaled.scaled_field("quantize")
+    operand: str = scaled.scaled_field("operand")
 
     op: ClassVar[str] = "all-gather-gemm"
 
     def check(self) -> None:
-        """See Problem.check."""
         scaled.check(self)
         if self.dtype == "e4m3" and self.shard == "k":
             raise UsageError("shard is 'k' with dtype e4m3; allowed is m: shard A along its rows")
@@ -67,18 +64,15 @@ class AllGatherGemm(Problem):
 
     @property
     def nbytes(self) -> int:
-        """See Problem.nbytes."""
         read = (self.shard_rows * self.shard_cols + self.n * self.k) * self.item_size
         return read + self.m * self.n * ITEM_SIZES[self.out_dtype]
 
     @property
     def out_dtype(self) -> str:
-        """See Problem.out_dtype."""
         return self.result if self.dtype == "e4m3" else self.dtype
 
     @property
     def flops(self) -> int:
-        """See Problem.flops."""
         return 2 * self.m * self.n * self.k
 
     @property
@@ -93,11 +87,7 @@ class AllGatherGemm(Problem):
 
     def brief(self) -> str:
         """`m 512 x 7168 x 8192`"""
-        unusual = {"shard": self.shard} if self.shard != "m" else {}
-        unusual |= {"weight": self.weight} if self.weight != "nk" else {}
-        unusual |= {"dtype": self.dtype} if self.dtype != "bf16" else {}
-        unusual |= scaled.brief(self)
-        return f"m {self.m} x {self.n} x {self.k}" + "".join(f", {name} {value}" for name, value in unusual.items())
+        return self.with_unusual(f"m {self.m} x {self.n} x {self.k}", "shard", "weight", "dtype", *scaled.USUAL)
 
 
 FEWEST_ROWS, FEWEST_COLUMNS = 8, 16
@@ -113,26 +103,13 @@ def draw(problem: AllGatherGemm, draw: Draw) -> Call:
     from autotax.operators.inputs import Call
 
     if problem.dtype == "e4m3":
-        return _draw_scaled(problem, draw)
+        return scaled.draw_call(problem, draw, problem.shard_rows, problem.m, 1, shared=True)
     a = draw.normal(problem.shard_rows, problem.shard_cols, tensor=1)
     b = draw.normal(problem.n, problem.k, tensor=2) if problem.weight == "nk" else draw.normal(problem.k, problem.n, tensor=2).t()
     if draw.extreme:
         _spread_a(problem, a, draw)
         _spread_b(problem, b, draw)
     return Call((a, b), draw.empty(problem.m, problem.n))
-
-
-def _draw_scaled(problem: AllGatherGemm, draw: Draw) -> Call:
-    """A, B, the scales of A and the scales of B. An A that is to be quantised has scales only where they are `static`."""
-    from autotax.operators.inputs import DTYPES, Call
-
-    a, scales_a = scaled.draw_operand(problem, draw, problem.shard_rows, 1, weight=False, shared=True)
-    b, scales_b = scaled.draw_operand(problem, draw, problem.n, 2, weight=True)
-    of_a: tuple[Tensor, ...] = (a, scales_a)
-    if problem.quantize != "none":
-        of_a = scaled.draw_wide(problem, draw, problem.shard_rows, 1)
-    out = replace(draw, dtype=DTYPES[problem.result]).empty(problem.m, problem.n)
-    return Call((of_a[0], b, *of_a[1:], scales_b), out)
 
 
 def _spread_a(problem: AllGatherGemm, a: Tensor, draw: Draw) -> None:
@@ -167,20 +144,14 @@ def reference(problem: AllGatherGemm, calls: Sequence[Call], rank: int) -> tuple
     """The right C of a rank, float32 [m, n], and its spread."""
     import torch
 
-    from autotax.operators.verification import unit
+    from autotax.operators.verification import product_and_spread
 
-    shards = [_numbers_of_a(problem, call) for call in calls]
+    shards = [scaled.numbers_of_a(problem, call.tensors) for call in calls]
     a = torch.cat(shards, dim=0 if problem.shard == "m" else 1)[: problem.m]
     b = calls[rank].tensors[1].float()
     if problem.dtype == "e4m3":
         b = scaled.dequantised(calls[rank].tensors[1], calls[rank].tensors[-1], problem.scales, weight=True)
-    right = a @ b.t()
-    most_a, most_b = (unit(matrix, 1) for matrix in (a, b))
-    return right, (a.square_() @ b.square_().t()).sqrt_() * most_a * most_b.t()
-
-
-def _numbers_of_a(problem: AllGatherGemm, call: Call) -> Tensor:
-    return scaled.numbers_of_a(problem, call.tensors) if problem.dtype == "e4m3" else call.tensors[0].float()
+    return product_and_spread(a, b)
 
 
 @operator.bound(links="the links at full rate")
@@ -209,13 +180,13 @@ def _uncut(problem: AllGatherGemm, config: Config) -> bool:
 # `leaves` keep no copy that is safe to read.
 operator.variant("bsp", f"{_KERNELS}.bsp:bsp", f"{_SPACES}:bsp", role="baseline", leaves="whole")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed", leaves="inboxes")
-operator.variant("scaled_decomposed", f"{_KERNELS}.scaled_decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
-operator.variant("scaled_packets", f"{_KERNELS}.scaled_packets:ScaledPackets", f"{_SPACES}:scaled_packets")
+operator.variant("scaled_decomposed", f"{_KERNELS}.decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
+operator.variant("scaled_packets", f"{_KERNELS}.push_packets:ScaledPackets", f"{_SPACES}:scaled_packets")
 operator.variant(
     "scaled_specialized", f"{_KERNELS}.scaled_specialized:ScaledSpecialized", f"{_SPACES}:scaled_specialized", leaves="inbox"
 )
 operator.variant(
-    "scaled_push_words", f"{_KERNELS}.scaled_push_words:ScaledPushWords", f"{_SPACES}:scaled_push_words", leaves="landing"
+    "scaled_push_words", f"{_KERNELS}.scaled_specialized:ScaledPushWords", f"{_SPACES}:scaled_push_words", leaves="landing"
 )
 operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}:copy_engine", invariant=_uncut)
 operator.variant("pull", f"{_KERNELS}.pull:Pull", f"{_SPACES}:pull", role="ladder")
@@ -227,7 +198,7 @@ operator.variant("push_words", f"{_KERNELS}.push_words:PushWords", f"{_SPACES}:p
 operator.variant("push_packets", f"{_KERNELS}.push_packets:PushPackets", f"{_SPACES}:push_packets", leaves="whole")
 operator.variant(
     "push_two_kernel",
-    f"{_KERNELS}.push_two_kernel:PushTwoKernel",
+    f"{_KERNELS}.push:PushTwoKernel",
     f"{_SPACES}:push_two_kernel",
     role="ladder",
     leaves="inbox",
@@ -242,22 +213,12 @@ def _on_nvidia(problem: AllGatherGemm, hardware: Hardware) -> bool:
 
 
 operator.peer("torch", f"{_PEERS}:TorchFused", where=_on_nvidia)
-operator.peer(
-    "torch_pipeline", f"{_PEERS}:TorchPipeline", where=_on_nvidia, modes=("graph",), served=True, leaves="whole"
-)
+operator.peer("torch_pipeline", f"{_PEERS}:TorchPipeline", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
 operator.peer("nccl_ll", f"{_PEERS}:NcclLL", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
 operator.peer("nccl_ll128", f"{_PEERS}:NcclLL128", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
-operator.peer(
-    "torch_scaled",
-    f"{_PEERS}:TorchScaled",
-    where=lambda problem, hardware: hardware.backend == "cuda" and problem.scales in ("tensor", "row"),
-)
-for _name, _kernel in (("torch_fast", "TorchScaledFast"), ("nccl_fast", "NcclFast")):
-    operator.peer(
-        _name,
-        f"{_PEERS}:{_kernel}",
-        where=lambda problem, hardware: hardware.backend == "cuda" and problem.scales in ("tensor", "row"),
-    )
+operator.peer("torch_scaled", f"{_PEERS}:TorchScaled", where=scaled.has_fast_product)
+operator.peer("torch_fast", f"{_PEERS}:TorchScaledFast", where=scaled.has_fast_product)
+operator.peer("nccl_fast", f"{_PEERS}:NcclFast", where=scaled.has_fast_product)
 operator.peer("nccl_deep_gemm", f"{_PEERS}:NcclDeepGemm", where=scaled.has_deep_gemm)
 operator.peer("product", f"{_PEERS}:product", modes=(), part="the product alone", row="cublas")
 
@@ -274,10 +235,4 @@ for _name, _kernel, _shard in (
     ("all_gather_matmul_hbm_buffer", "HbmBuffer", "k"),
     ("all_gather", "AllGather", "m"),
 ):
-    for _how in ("", "Tuned"):
-        operator.peer(
-            f"iris_{_name}{_how and '_tuned'}",
-            f"{_KERNELS}.peers:{_kernel}{_how}",
-            where=_with_iris(_shard),
-            modes=("graph",),
-        )
+    operator.peer_and_tuned(f"iris_{_name}", f"{_PEERS}:{_kernel}", where=_with_iris(_shard), modes=("graph",))

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, choice, dtype, ranks, size
-from autotax.hardware import has_iris, links_us
+from autotax.hardware import Hardware, has_iris, links_us
 from autotax.operators.declaration import Operator, Rates
+from autotax.operators.scaled import GROUP, LARGEST, LEAST_BLOCK, LEAST_ROW_SCALE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import Tensor
 
-    from autotax.hardware import Hardware
     from autotax.operators.inputs import Call, Draw
 
 EPS = 1e-6
 """The default epsilon, which is added to the mean square."""
-GROUP = 128
-"""Columns that share a scale with quant `block`."""
-LARGEST = 448.0
-"""The largest finite e4m3."""
-LEAST_ROW_SCALE = 1 / (LARGEST * 512)
-"""The smallest scale of quant `row`, as in vLLM."""
-LEAST_BLOCK = 1e-10
-"""The smallest maximum magnitude of a block that quant `block` assumes, as in vLLM."""
 MOST = 8192
 """Most rows."""
 REGISTERS = 65536
@@ -65,7 +56,6 @@ class AllReduceNorm(Problem):
     op: ClassVar[str] = "all-reduce-norm"
 
     def check(self) -> None:
-        """See Problem.check."""
         multiple = GROUP if self.quant == "block" else 8
         if self.hidden % multiple:
             said = " with --quant block" if self.quant == "block" else ""
@@ -73,7 +63,6 @@ class AllReduceNorm(Problem):
 
     @property
     def nbytes(self) -> int:
-        """See Problem.nbytes."""
         tensors = 3 if self.residual == "added" else 2
         elements = self.m * self.hidden
         if self.k:
@@ -83,7 +72,6 @@ class AllReduceNorm(Problem):
 
     @property
     def out_dtype(self) -> str:
-        """See Problem.out_dtype."""
         return self.dtype if self.quant == "none" else "e4m3"
 
     @property
@@ -93,7 +81,6 @@ class AllReduceNorm(Problem):
 
     @property
     def flops(self) -> int:
-        """See Problem.flops."""
         return 2 * self.m * self.hidden * self.k
 
     @property
@@ -103,9 +90,7 @@ class AllReduceNorm(Problem):
 
     def brief(self) -> str:
         """`m 16 x 8192`"""
-        defaults = {"k": 0, "residual": "added", "quant": "none", "offset": 0, "dtype": "bf16"}
-        unusual = {name: getattr(self, name) for name, value in defaults.items() if getattr(self, name) != value}
-        return f"m {self.m} x {self.hidden}" + "".join(f", {name} {value}" for name, value in unusual.items())
+        return self.with_unusual(f"m {self.m} x {self.hidden}", "k", "residual", "quant", "offset", "dtype")
 
 
 operator = Operator(AllReduceNorm)
@@ -224,11 +209,11 @@ def bound(problem: AllReduceNorm, hardware: Hardware, _: Rates) -> dict[str, flo
 
 _KERNELS, _SPACES = "autotax.kernels.all_reduce_norm", "autotax.spaces.all_reduce_norm"
 
-operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", f"{_SPACES}:bsp", role="baseline")
-operator.variant("one_shot", f"{_KERNELS}.one_shot:OneShot", f"{_SPACES}:one_shot")
-operator.variant("two_shot", f"{_KERNELS}.two_shot:TwoShot", f"{_SPACES}:two_shot")
+operator.variant("bsp", f"{_KERNELS}.norm:Bsp", f"{_SPACES}:bsp", role="baseline")
+operator.variant("one_shot", f"{_KERNELS}.shots:OneShot", f"{_SPACES}:one_shot")
+operator.variant("two_shot", f"{_KERNELS}.shots:TwoShot", f"{_SPACES}:two_shot")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
-operator.variant("fused", f"{_KERNELS}.fused:Fused", f"{_SPACES}:fused")
+operator.variant("fused", f"{_KERNELS}.shots:Fused", f"{_SPACES}:fused")
 
 
 def _with_torch(problem: AllReduceNorm, hardware: Hardware) -> bool:
@@ -252,17 +237,13 @@ def _whole(problem: AllReduceNorm) -> bool:
 
 
 _OTHERS = {
-    "flashinfer": _installed(
-        "flashinfer", lambda problem: _whole(problem) and problem.offset == 0 and problem.dtype != "fp32"
-    ),
+    "flashinfer": _installed("flashinfer", lambda problem: _whole(problem) and problem.offset == 0 and problem.dtype != "fp32"),
     "vllm": _installed("vllm", lambda problem: problem.world_size in (2, 4, 6, 8)),
-    "sglang": _installed(
-        "sglang", lambda problem: _whole(problem) and problem.dtype == "bf16" and problem.hidden % 256 == 0
-    ),
+    "sglang": _installed("sglang", lambda problem: _whole(problem) and problem.dtype == "bf16" and problem.hidden % 256 == 0),
 }
 operator.peer("flashinfer", f"{_KERNELS}.peers:FlashInfer", where=_OTHERS["flashinfer"])
-operator.peer("vllm", f"{_KERNELS}.engines:VllmSum", where=_OTHERS["vllm"])
-operator.peer("sglang", f"{_KERNELS}.engines:SglangPush", where=_OTHERS["sglang"])
+operator.peer("vllm", f"{_KERNELS}.peers:VllmSum", where=_OTHERS["vllm"])
+operator.peer("sglang", f"{_KERNELS}.peers:SglangPush", where=_OTHERS["sglang"])
 operator.peer("torch_one_shot", f"{_KERNELS}.peers:TorchOneShot", where=_with_torch, served=True)
 operator.peer("torch_two_shot", f"{_KERNELS}.peers:TorchTwoShot", where=_with_torch, served=True)
 operator.peer(
@@ -278,5 +259,4 @@ def _with_iris(problem: AllReduceNorm, hardware: Hardware) -> bool:
     return hardware.on_gpu and not problem.k and has_iris()
 
 
-operator.peer("iris_all_reduce", f"{_KERNELS}.peers:IrisAllReduce", where=_with_iris, modes=("graph",))
-operator.peer("iris_all_reduce_tuned", f"{_KERNELS}.peers:IrisAllReduceTuned", where=_with_iris, modes=("graph",))
+operator.peer_and_tuned("iris_all_reduce", f"{_KERNELS}.peers:IrisAllReduce", where=_with_iris, modes=("graph",))

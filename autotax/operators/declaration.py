@@ -15,7 +15,6 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.core.settings import is_on
-from autotax.operators.loading import declared, load_entry_points
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,10 +146,7 @@ def only_ours() -> bool:
 
 
 class Operator(Generic[P]):
-    """The declaration of one operator. Its constructor registers it: see `autotax.operators.registry`.
-
-    `magnitudes` scales the distributions of the inputs; see `autotax.operators.inputs`.
-    """
+    """The declaration of one operator. Its constructor registers it: see `autotax.operators.registry`."""
 
     def __init__(self, problem: type[P]) -> None:
         self.problem = problem
@@ -217,9 +213,7 @@ class Operator(Generic[P]):
         leaves: str = "",
         invariant: Callable[[Any, Config], bool] | None = None,
     ) -> Variant:
-        """Declares a way to compute the operator. Raises UsageError for a name that another kernel has, and for a baseline that
-        is not named `bsp`.
-        """
+        """Declares a way to compute the operator. Raises UsageError for a taken name, and for a baseline not named `bsp`."""
         if (role == "baseline") != (name == BASELINE):
             raise UsageError(f"{self.name} declares {name!r} as {role}; the baseline, and it alone, is {BASELINE!r}: rename it")
         self._require_free(name, kernel)
@@ -233,6 +227,11 @@ class Operator(Generic[P]):
         if peer.served:
             self.variants[name] = peer
         return peer
+
+    def peer_and_tuned(self, name: str, kernel: str, **more: Any) -> None:
+        """Declares an alternative, and the same one with configs of its own tuner: `NAME_tuned`, by the class `KERNELTuned`."""
+        self.peer(name, kernel, **more)
+        self.peer(f"{name}_tuned", f"{kernel}Tuned", **more)
 
     def _require_free(self, name: str, kernel: Named) -> None:
         taken = self.variants.get(name) or self.peers.get(name)
@@ -271,18 +270,6 @@ class Operator(Generic[P]):
     def part(self) -> Peer | None:
         """The part of the work that `compare` measures as a bound, if there is one."""
         return next((peer for peer in self.peers.values() if peer.part), None)
-
-    def implementation(self, name: str) -> Variant:
-        """The variant or peer of this name. Raises UsageError if there is none."""
-        implementation = self.variants.get(name) or self.peers.get(name)
-        if not implementation:  # an installed package may declare it
-            load_entry_points()
-            implementation = self.variants.get(name) or self.peers.get(name)
-        if not implementation:
-            raise UsageError(
-                f"variant is {name!r}; {self.name} has {', '.join(self.variants)}: name one of these, or --load its module"
-            )
-        return implementation
 
     def is_invariant(self, problem: P, config: Config) -> bool:
         """Whether rows of the output have the same bits for every number of rows up to that of the problem."""
@@ -330,6 +317,10 @@ class Operator(Generic[P]):
     def modules(self) -> Iterable[str]:
         """The modules of all kernels."""
         return dict.fromkeys(implementation.module for implementation in (*self.variants.values(), *self.peers.values()))
+
+
+declared: dict[str, Operator[Any]] = {}
+"""All operators declared so far, by name."""
 
 
 def _register(operator: Operator[Any]) -> None:

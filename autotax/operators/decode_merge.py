@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from autotax.core.errors import UsageError
-from autotax.core.problem import Problem, choice, dtype, ranks, size
-from autotax.hardware import links_us
+from autotax.core.problem import Problem, choice, dtype, ranks, require_countable, require_divided, size
+from autotax.hardware import Hardware, links_us
 from autotax.operators.declaration import Operator, Rates
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-    from autotax.hardware import Hardware
     from autotax.operators.inputs import Call, Draw
-
-MOST_ELEMENTS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -50,21 +45,12 @@ class DecodeMerge(Problem):
     op: ClassVar[str] = "decode-merge"
 
     def check(self) -> None:
-        """See Problem.check."""
-        if self.output == "head_scatter" and self.heads % self.world_size:
-            raise UsageError(
-                f"heads is {self.heads} on {self.world_size} ranks; with --output head_scatter it must be a multiple of the "
-                "world size: give another --heads or --world-size, or --output replicated"
-            )
-        if self.batch * self.heads * self.head_dim > MOST_ELEMENTS:
-            raise UsageError(
-                f"batch x heads x head_dim is {self.batch * self.heads * self.head_dim}; it must be at most {MOST_ELEMENTS}: "
-                "give a smaller --batch"
-            )
+        if self.output == "head_scatter":
+            require_divided(self, "heads", scattered=True)
+        require_countable(self)
 
     @property
     def nbytes(self) -> int:
-        """See Problem.nbytes."""
         return self.batch * (self.heads + self.out_heads) * (self.head_dim * self.item_size + 4)
 
     @property
@@ -74,11 +60,7 @@ class DecodeMerge(Problem):
 
     def brief(self) -> str:
         """`B 16, 128 heads of 512`"""
-        unusual = {"output": self.output} if self.output != "replicated" else {}
-        unusual |= {"base": self.base} if self.base != "e" else {}
-        unusual |= {"dtype": self.dtype} if self.dtype != "bf16" else {}
-        text = f"B {self.batch}, {self.heads} heads of {self.head_dim}"
-        return text + "".join(f", {name} {value}" for name, value in unusual.items())
+        return self.with_unusual(f"B {self.batch}, {self.heads} heads of {self.head_dim}", "output", "base", "dtype")
 
 
 operator = Operator(DecodeMerge)
@@ -103,9 +85,7 @@ def draw(problem: DecodeMerge, draw: Draw) -> Call:
 
 
 FAR = {"bf16": 1000.0, "fp16": 300.0, "fp32": 8.0}
-"""Standard deviation of log-sum-exps over the rows. A float32 near 1000 is accurate to 6e-5, so its weight has that relative
-error.
-"""
+"""Standard deviation of log-sum-exps over the rows. A float32 near 1000, and so its weight, is accurate to 6e-5."""
 APART = 200.0
 """Deviation of log-sum-exps over the ranks in some rows, so large that some weights vanish."""
 EMPTY = (-math.inf, math.inf, math.nan)
@@ -141,9 +121,7 @@ def _spread(problem: DecodeMerge, draw: Draw, o: Tensor, lse: Tensor) -> None:
 
 
 LEAST_SPREAD = 2.0**-28
-"""Smallest spread of an element, relative to the largest of its row: `compact` sends columns with an error of 2^-39 of the
-largest.
-"""
+"""Smallest spread of an element over the largest of its row: `compact` sends columns with an error of 2^-39 of that."""
 
 
 @operator.reference

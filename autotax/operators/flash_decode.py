@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from autotax.core.errors import UsageError
-from autotax.core.problem import Problem, ceil_div, choice, dtype, ranks, size
+from autotax.core.problem import Problem, ceil_div, choice, dtype, ranks, require_divided, require_grouped, size
+from autotax.hardware import Hardware
 from autotax.operators.declaration import Operator, Rates, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-    from autotax.hardware import Hardware
     from autotax.operators.inputs import Call, Draw
 
 
@@ -83,21 +81,12 @@ class FlashDecode(Problem):
     op: ClassVar[str] = "flash-decode"
 
     def check(self) -> None:
-        """See Problem.check."""
-        if self.q_heads % self.kv_heads:
-            raise UsageError(
-                f"q_heads is {self.q_heads} and kv_heads {self.kv_heads}; q_heads must be a multiple of kv_heads: "
-                "give another --q-heads or --kv-heads"
-            )
-        if self.output == "head_scatter" and self.q_heads % self.world_size:
-            raise UsageError(
-                f"q_heads is {self.q_heads} on {self.world_size} ranks; with --output head_scatter it must be a multiple of the "
-                "world size: give another --q-heads or --world-size, or --output replicated"
-            )
+        require_grouped(self)
+        if self.output == "head_scatter":
+            require_divided(self, "q_heads", scattered=True)
 
     @property
     def nbytes(self) -> int:
-        """See Problem.nbytes."""
         tokens = self.pages * self.page or self.shard_len
         rows = self.batch * (self.q_heads + self.out_heads) * self.queries * self.item_size
         return (rows + 2 * self.batch * self.kv_heads * tokens * self.kv_item_size) * self.head_dim
@@ -161,12 +150,8 @@ class FlashDecode(Problem):
     def brief(self) -> str:
         """`B 1, 64/8 heads, KV 32K`"""
         length = f"{self.kv_len // 1024}K" if self.kv_len % 1024 == 0 else str(self.kv_len)
-        values = self.to_dict()
-        unusual: dict[str, object] = {name: values[name] for name in _UNUSUAL if name in values}  # fields with unusual values
-        unusual |= {"dim": self.head_dim} if self.head_dim != 128 else {}
-        unusual |= {"dtype": self.dtype} if self.dtype != "bf16" else {}
-        text = f"B {self.batch}, {self.q_heads}/{self.kv_heads} heads, KV {length}"
-        return text + "".join(f", {name} {value}" for name, value in unusual.items())
+        text = self.with_unusual(f"B {self.batch}, {self.q_heads}/{self.kv_heads} heads, KV {length}", *_UNUSUAL)
+        return self.with_unusual(text + (f", dim {self.head_dim}" if self.head_dim != 128 else ""), "dtype")
 
 
 operator = Operator(FlashDecode)
@@ -219,9 +204,7 @@ def _seen(problem: FlashDecode, draw: Draw) -> tuple[Tensor, Tensor]:
 
 
 def _quantized(problem: FlashDecode, draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """K and V in 8 bits, and their scales. In extreme draws the scales are powers of two that differ widely, and q is multiplied
-    by the inverse of K's scales.
-    """
+    """K and V in 8 bits, and their scales. In extreme draws scales are powers of two, and q takes the inverse of K's."""
     import torch
 
     from autotax.operators.inputs import EIGHT_BITS, SPREADS, powers, scale
@@ -243,9 +226,7 @@ def _quantized(problem: FlashDecode, draw: Draw, q: Tensor, k: Tensor, v: Tensor
 
 
 def _sinks(problem: FlashDecode, draw: Draw) -> Tensor:
-    """Logits about as large as the log-sum-exp of all scores, so that they matter. In extreme draws one is -inf and one is very
-    large.
-    """
+    """Logits about as large as the log-sum-exp of all scores. In extreme draws one is -inf and one is very large."""
     import torch
 
     sinks = torch.randn(problem.q_heads, generator=torch.Generator().manual_seed(draw.seed + 11))
@@ -371,9 +352,7 @@ def _visible(problem: FlashDecode, ends: Tensor, everyones: list[Tensor], rank: 
 
 
 def _contiguous(pool: Tensor, table: Tensor) -> Tensor:
-    """The pages of each sequence [pages, page, kv_heads, head_dim] as [batch, kv_heads, tokens, head_dim]. Invalid page numbers
-    give arbitrary pages.
-    """
+    """The pages [pages, page, kv_heads, head_dim] of each sequence as [batch, kv_heads, tokens, head_dim], invalid ones too."""
     batch, pages = table.shape
     mine = pool[table.masked_fill(table >= len(pool), 0).long()]  # [batch, pages, page, kv_heads, head_dim]
     return mine.permute(0, 3, 1, 2, 4).reshape(batch, pool.shape[2], pages * pool.shape[1], pool.shape[3])
@@ -381,9 +360,7 @@ def _contiguous(pool: Tensor, table: Tensor) -> Tensor:
 
 @operator.bound(memory="the cache read once, as fast as a copy moves bytes here")
 def bound(problem: FlashDecode, hardware: Hardware, rates: Rates) -> dict[str, float]:
-    """The time to read each key and value that a rank's query tokens see once, at the copy rate measured in the same run; empty
-    on CPU ranks.
-    """
+    """The time to read what a rank's query tokens see once, at the copy rate of the same run; empty on CPU ranks."""
     copy_gbps = rates.get("copy_gbps")
     if not copy_gbps or not hardware.on_gpu:
         return {}

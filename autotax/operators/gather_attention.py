@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from autotax.core.errors import UsageError
-from autotax.core.problem import Problem, choice, dtype, ranks, size
-from autotax.hardware import links_us
+from autotax.core.problem import Problem, choice, dtype, ranks, require_grouped, size
+from autotax.hardware import Hardware, links_us
 from autotax.operators.declaration import Operator, Rates
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-    from autotax.hardware import Hardware
     from autotax.operators.inputs import Call, Draw
 
 
@@ -56,12 +54,7 @@ class GatherAttention(Problem):
     op: ClassVar[str] = "gather-attention"
 
     def check(self) -> None:
-        """See Problem.check."""
-        if self.q_heads % self.kv_heads:
-            raise UsageError(
-                f"q_heads is {self.q_heads} and kv_heads {self.kv_heads}; q_heads must be a multiple of kv_heads: "
-                "give another --q-heads or --kv-heads"
-            )
+        require_grouped(self)
         if self.head_dim % 8:
             raise UsageError(f"head_dim is {self.head_dim}; it must be a multiple of 8: give another --head-dim")
         if self.layout == "zigzag" and self.mask == "none":
@@ -118,7 +111,6 @@ class GatherAttention(Problem):
 
     @property
     def nbytes(self) -> int:
-        """See Problem.nbytes."""
         return 2 * self.batch * self.shard_len * (self.q_heads + self.kv_heads) * self.head_dim * self.item_size
 
     @property
@@ -217,9 +209,7 @@ FLOPS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 def bound(problem: GatherAttention, hardware: Hardware, _: Rates) -> dict[str, float]:
     """The time for the rank that receives most to receive the keys and values that it sees, and the time of its products."""
     token = 2 * problem.batch * problem.kv_heads * problem.head_dim * problem.item_size
-    tokens = max(
-        sum(part.keys[1] - part.keys[0] for part in problem.parts(rank)[1:]) for rank in range(problem.world_size)
-    )
+    tokens = max(sum(part.keys[1] - part.keys[0] for part in problem.parts(rank)[1:]) for rank in range(problem.world_size))
     times = links_us(token * tokens, problem.world_size - 1, hardware)
     if hardware.device in FLOPS:
         times["arithmetic"] = problem.flops / FLOPS[hardware.device] * 1e6
@@ -228,10 +218,10 @@ def bound(problem: GatherAttention, hardware: Hardware, _: Rates) -> dict[str, f
 
 _KERNELS, _SPACES = "autotax.kernels.gather_attention", "autotax.spaces.gather_attention"
 
-operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", f"{_SPACES}:bsp", role="baseline")
-operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed")
-operator.variant("heads", f"{_KERNELS}.heads:Heads", f"{_SPACES}:heads")
-operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}:copy_engine")
+operator.variant("bsp", f"{_KERNELS}.vendor:Bsp", f"{_SPACES}:bsp", role="baseline")
+operator.variant("decomposed", f"{_KERNELS}.vendor:Decomposed", f"{_SPACES}:decomposed")
+operator.variant("heads", f"{_KERNELS}.vendor:Heads", f"{_SPACES}:heads")
+operator.variant("copy_engine", f"{_KERNELS}.push_specialized:CopyEngine", f"{_SPACES}:copy_engine")
 operator.variant("push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
 

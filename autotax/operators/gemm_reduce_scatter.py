@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from autotax.core.config import Config
 from autotax.core.problem import ITEM_SIZES, Problem, ceil_div, choice, ranks, size
-from autotax.hardware import has_iris, links_us
+from autotax.hardware import Hardware, has_iris, links_us
 from autotax.operators import scaled
 from autotax.operators.declaration import Operator, Rates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import Tensor
 
-    from autotax.core.config import Config
-    from autotax.hardware import Hardware
     from autotax.operators.inputs import Call, Draw
 
 
@@ -45,30 +43,26 @@ class GemmReduceScatter(Problem):
     )
     world_size: int = ranks()
     weight: str = choice("nk or kn: how B is stored", ("nk", "kn"), default="nk", unnamed=True)
-    scales: str = scaled.scales_field()
-    result: str = scaled.result_field()
-    quantize: str = scaled.quantize_field()
-    operand: str = scaled.operand_field()
+    scales: str = scaled.scaled_field("scales")
+    result: str = scaled.scaled_field("result")
+    quantize: str = scaled.scaled_field("quantize")
+    operand: str = scaled.scaled_field("operand")
 
     op: ClassVar[str] = "gemm-reduce-scatter"
 
     def check(self) -> None:
-        """See Problem.check."""
         scaled.check(self)
 
     @property
     def nbytes(self) -> int:
-        """See Problem.nbytes."""
         return (self.m * self.k + self.n * self.k) * self.item_size + self.out_rows * self.n * ITEM_SIZES[self.out_dtype]
 
     @property
     def out_dtype(self) -> str:
-        """See Problem.out_dtype."""
         return self.result if self.dtype == "e4m3" else self.dtype
 
     @property
     def flops(self) -> int:
-        """See Problem.flops."""
         return 2 * self.m * self.n * self.k
 
     @property
@@ -83,11 +77,7 @@ class GemmReduceScatter(Problem):
 
     def brief(self) -> str:
         """`m 512 x 8192 x 7168`"""
-        unusual = {"output": self.output} if self.output != "scattered" else {}
-        unusual |= {"weight": self.weight} if self.weight != "nk" else {}
-        unusual |= {"dtype": self.dtype} if self.dtype != "bf16" else {}
-        unusual |= scaled.brief(self)
-        return f"m {self.m} x {self.n} x {self.k}" + "".join(f", {name} {value}" for name, value in unusual.items())
+        return self.with_unusual(f"m {self.m} x {self.n} x {self.k}", "output", "weight", "dtype", *scaled.USUAL)
 
 
 FEWEST_ROWS = 8
@@ -100,15 +90,10 @@ operator.example(on_gpu=GemmReduceScatter(512, 8192, 7168), on_cpu=GemmReduceSca
 @operator.inputs
 def draw(problem: GemmReduceScatter, draw: Draw) -> Call:
     """The rank's A [m, k] and its B, [n, k] or [k, n], with e4m3 their scales -> its part of C."""
-    from autotax.operators.inputs import DTYPES, Call
+    from autotax.operators.inputs import Call
 
     if problem.dtype == "e4m3":
-        of_a: tuple[Tensor, ...] = scaled.draw_operand(problem, draw, problem.m, 6, weight=False)
-        if problem.quantize != "none":
-            of_a = scaled.draw_wide(problem, draw, problem.m, 6)
-        b, scales_b = scaled.draw_operand(problem, draw, problem.n, 7, weight=True)
-        out = replace(draw, dtype=DTYPES[problem.result]).empty(problem.out_rows, problem.n)
-        return Call((of_a[0], b, *of_a[1:], scales_b), out)
+        return scaled.draw_call(problem, draw, problem.m, problem.out_rows, 6, shared=False)
     a = draw.normal(problem.m, problem.k, tensor=6)
     shape = (problem.n, problem.k) if problem.weight == "nk" else (problem.k, problem.n)
     b = draw.normal(*shape, tensor=7)
@@ -118,9 +103,7 @@ def draw(problem: GemmReduceScatter, draw: Draw) -> Call:
 
 
 def _spread(problem: GemmReduceScatter, a: Tensor, b: Tensor, draw: Draw) -> None:
-    """Scales rows and columns of C, equally on all ranks, and channels of A, with the inverse for B; one row is infinite, one
-    NaN.
-    """
+    """Scales rows and columns of C on all ranks alike, and channels of A against those of B; one row is infinite, one NaN."""
     from autotax.operators.inputs import SPREADS, powers, scale
 
     seed, reach = draw.seed, SPREADS[problem.dtype]
@@ -137,7 +120,7 @@ def reference(problem: GemmReduceScatter, calls: Sequence[Call], rank: int) -> t
     """The rank's part of C, float32, added up rank after rank; and its spread."""
     import torch
 
-    from autotax.operators.verification import together, unit
+    from autotax.operators.verification import product_and_spread, together
 
     first = 0 if problem.output == "replicated" else rank * problem.shard_rows
     parts, spreads = [], []
@@ -148,10 +131,9 @@ def reference(problem: GemmReduceScatter, calls: Sequence[Call], rank: int) -> t
             b = scaled.dequantised(b, call.tensors[-1], problem.scales, weight=True)
         a = a[first : first + problem.out_rows].float()
         b = (b if problem.weight == "nk" else b.t()).float()
-        parts.append(a @ b.t())
-        b = b.contiguous()
-        most_a, most_b = (unit(matrix, 1) for matrix in (a, b))
-        spreads.append((a.square_() @ b.square_().t()).sqrt_() * most_a * most_b.t())
+        part, spread = product_and_spread(a, b)
+        parts.append(part)
+        spreads.append(spread)
     missing = (0, 0, 0, problem.out_rows - len(parts[0]))
     right, spread = torch.stack(parts).sum(0), together(spreads)
     return torch.nn.functional.pad(right, missing), torch.nn.functional.pad(spread, missing)
@@ -185,9 +167,7 @@ operator.variant(
 operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}:words")
 operator.variant("scaled_decomposed", f"{_KERNELS}.scaled_decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
 operator.variant("scaled_two_kernel", f"{_KERNELS}.scaled_two_kernel:ScaledTwoKernel", f"{_SPACES}:scaled_two_kernel")
-operator.variant(
-    "scaled_specialized", f"{_KERNELS}.scaled_specialized:ScaledSpecialized", f"{_SPACES}:scaled_specialized"
-)
+operator.variant("scaled_specialized", f"{_KERNELS}.scaled_specialized:ScaledSpecialized", f"{_SPACES}:scaled_specialized")
 operator.variant("scaled_words", f"{_KERNELS}.scaled_words:ScaledWords", f"{_SPACES}:scaled_words")
 
 
@@ -214,9 +194,7 @@ def _with_nccl(problem: GemmReduceScatter, hardware: Hardware) -> bool:
 
 _PEERS = f"{_KERNELS}.peers"
 operator.peer("torch", f"{_PEERS}:TorchFused", where=_with_torch("scattered"))
-operator.peer(
-    "torch_pipeline", f"{_PEERS}:TorchPipeline", where=_with_torch("scattered"), modes=("graph",), served=True
-)
+operator.peer("torch_pipeline", f"{_PEERS}:TorchPipeline", where=_with_torch("scattered"), modes=("graph",), served=True)
 operator.peer("torch_reduce_scatter", f"{_PEERS}:TorchReduceScatter", where=_with_torch("scattered"), served=True)
 operator.peer("torch_one_shot", f"{_PEERS}:TorchOneShot", where=_with_torch("replicated"), served=True)
 operator.peer("torch_two_shot", f"{_PEERS}:TorchTwoShot", where=_with_torch("replicated"), served=True)
@@ -234,11 +212,7 @@ def _with_scales(problem: GemmReduceScatter, hardware: Hardware) -> bool:
 
 operator.peer("torch_scaled", f"{_PEERS}:TorchScaled", where=_with_scales)
 operator.peer("torch_fast", f"{_PEERS}:TorchScaledFast", where=_with_scales)
-operator.peer(
-    "nccl_fast",
-    f"{_PEERS}:NcclFast",
-    where=lambda problem, hardware: hardware.backend == "cuda" and problem.scales in ("tensor", "row"),
-)
+operator.peer("nccl_fast", f"{_PEERS}:NcclFast", where=scaled.has_fast_product)
 operator.peer("torch_reduce_scatter_scaled", f"{_PEERS}:TorchReduceScatterScaled", where=_with_torch("scattered", scaled=True))
 operator.peer("torch_one_shot_scaled", f"{_PEERS}:TorchOneShotScaled", where=_with_torch("replicated", scaled=True))
 operator.peer("torch_two_shot_scaled", f"{_PEERS}:TorchTwoShotScaled", where=_with_torch("replicated", scaled=True))
@@ -265,10 +239,4 @@ for _name, _kernel, _output in (
     ("matmul_all_reduce", "MatmulAllReduce", "replicated"),
     ("all_reduce", "AllReduce", "replicated"),
 ):
-    for _how in ("", "Tuned"):
-        operator.peer(
-            f"iris_{_name}{_how and '_tuned'}",
-            f"{_KERNELS}.peers:{_kernel}{_how}",
-            where=_with_iris(_output),
-            modes=("graph",),
-        )
+    operator.peer_and_tuned(f"iris_{_name}", f"{_PEERS}:{_kernel}", where=_with_iris(_output), modes=("graph",))

@@ -1,27 +1,20 @@
-"""Head gather: every rank gets the heads of all. It precedes context-parallel decoding, where each rank computes attention for
-all heads.
-"""
+"""Head gather: every rank gets the heads of all. It precedes decoding where each rank computes attention for all heads."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from autotax.core.errors import UsageError
-from autotax.core.problem import Problem, dtype, ranks, size
-from autotax.hardware import links_us
+from autotax.core.problem import Problem, dtype, ranks, require_countable, require_divided, size
+from autotax.hardware import Hardware, links_us
 from autotax.operators.declaration import Operator, Rates
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-    from autotax.hardware import Hardware
     from autotax.operators.inputs import Call, Draw
-
-MOST_ELEMENTS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -39,21 +32,11 @@ class HeadGather(Problem):
     op: ClassVar[str] = "head-gather"
 
     def check(self) -> None:
-        """See Problem.check."""
-        if self.heads % self.world_size:
-            raise UsageError(
-                f"heads is {self.heads} on {self.world_size} ranks; it must be a multiple of the world size: "
-                "give another --heads or --world-size"
-            )
-        if self.batch * self.heads * self.head_dim > MOST_ELEMENTS:
-            raise UsageError(
-                f"batch x heads x head_dim is {self.batch * self.heads * self.head_dim}; it must be at most {MOST_ELEMENTS}: "
-                "give a smaller --batch"
-            )
+        require_divided(self, "heads")
+        require_countable(self)
 
     @property
     def nbytes(self) -> int:
-        """See Problem.nbytes."""
         return self.batch * (self.heads + self.own_heads) * self.head_dim * self.item_size
 
     @property
@@ -63,8 +46,7 @@ class HeadGather(Problem):
 
     def brief(self) -> str:
         """`B 16, 128 heads of 576`"""
-        text = f"B {self.batch}, {self.heads} heads of {self.head_dim}"
-        return text + (f", dtype {self.dtype}" if self.dtype != "bf16" else "")
+        return self.with_unusual(f"B {self.batch}, {self.heads} heads of {self.head_dim}", "dtype")
 
 
 operator = Operator(HeadGather)

@@ -1,6 +1,4 @@
-"""Inputs drawn from a seed. Every rank can draw every rank's inputs, so a reference does not depend on a collective, which could
-be wrong.
-"""
+"""Inputs drawn from a seed. Every rank can draw those of all ranks, so a reference needs no collective."""
 
 from __future__ import annotations
 
@@ -17,10 +15,7 @@ EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call on one rank: the operator's inputs, and the output that it writes.
-
-    `written` are places among the tensors of further outputs.
-    """
+    """The inputs and the output of one call on one rank. `written` are places of further outputs among the tensors."""
 
     tensors: tuple[Tensor, ...]
     out: Tensor

@@ -1,7 +1,4 @@
-"""Reads a user's file of problems: TOML with an array of tables for each operator.
-
-Mistakes raise UsageError with one line: the given value, the allowed values and the remedy.
-"""
+"""Problems from outside: of rows, of JSON, and of a user's TOML file. Mistakes raise UsageError with one line."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from autotax.core.errors import UsageError
-from autotax.core.files import as_utf8, read_once
+from autotax.core.files import LONGEST_NAME, Malformed, Name, as_utf8, converted, read_once, reason
 from autotax.core.problem import Problem
-from autotax.core.validation import Malformed, problem_of
-from autotax.operators import operators
+from autotax.core.terminal import printable
+from autotax.operators.registry import operators, problem_from_dict
 
 LARGEST_FILE = 2**24
 """Most bytes of a file."""
@@ -21,6 +18,17 @@ MOST_PROBLEMS = 10_000
 """A plan of so many takes some ten seconds, and their tuning takes days."""
 LONGEST = 60
 """Most characters of a name or a value that a message repeats."""
+
+
+def problem_of(values: object) -> Problem:
+    """The inverse of `Problem.to_dict`. Raises Malformed."""
+    for name, value in values.items() if isinstance(values, dict) else ():
+        if type(value) is int and (bits := value.bit_length()) > 63:  # Python refuses to print the largest
+            raise Malformed(f"{printable(str(name))[:LONGEST_NAME]} is a number of {bits} bits; at most 63 are allowed")
+    try:
+        return problem_from_dict(converted(values, dict[Name, int | float | bool | Name]))
+    except UsageError as error:
+        raise Malformed(reason(error)) from None
 
 
 def read_shapes(path: Path, world_size: int) -> list[Problem]:

@@ -10,20 +10,19 @@ A is [m, k], B [n, k]. Scales are float32, and an element stands for its value t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from autotax.core.errors import UsageError
-from autotax.core.problem import WHOLE_TYPES, Problem, ceil_div, choice, dtype
+from autotax.core.problem import WHOLE_TYPES, ceil_div, choice, dtype
+from autotax.hardware import Hardware
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-    from autotax.hardware import Hardware
-    from autotax.operators.inputs import Draw
+    from autotax.operators.inputs import Call, Draw
 
 GROUP = 128
 """Elements along K, and rows of B, that share a scale with scales `block`."""
@@ -39,8 +38,16 @@ SCALES_OF = {"row": "row", "block": "block", "static": "tensor"}
 """The scales of A that each way of quantising makes or takes."""
 
 
-USUAL = {"scales": "none", "result": "bf16", "quantize": "none", "operand": "e4m3"}
-"""Fields of problems with other types than e4m3."""
+_FIELDS = {
+    "scales": ("none, or with dtype e4m3: tensor, row or block (1 x 128 of A, 128 x 128 of B)", "none", "tensor", "row", "block"),
+    "result": ("bf16 or fp16: the type of C with dtype e4m3", "bf16", "fp16"),
+    "quantize": (
+        "none, row, block or static: how ranks quantise an A of the type of C, with dtype e4m3", "none", "row", "block", "static"
+    ),
+    "operand": ("e4m3, or e5m2 for gradients: the type of A with dtype e4m3", "e4m3", "e5m2"),
+}
+"""The meaning of each field, and the allowed values. The first is the value for problems with other types than e4m3."""
+USUAL = {name: default for name, (_, default, *_) in _FIELDS.items()}
 
 
 def scaled_dtype() -> Any:
@@ -48,36 +55,10 @@ def scaled_dtype() -> Any:
     return dtype(allowed=(*WHOLE_TYPES, "e4m3"))
 
 
-def scales_field() -> Any:
-    """The layout of the scales of A and B."""
-    return choice(
-        "none, or with dtype e4m3: tensor, row or block (1 x 128 of A, 128 x 128 of B)",
-        ("none", "tensor", "row", "block"),
-        default="none",
-        unnamed=True,
-    )
-
-
-def result_field() -> Any:
-    """The type of C where A and B are e4m3."""
-    return choice("bf16 or fp16: the type of C with dtype e4m3", ("bf16", "fp16"), default="bf16", unnamed=True)
-
-
-def quantize_field() -> Any:
-    """How ranks quantise an A of the type of C."""
-    return choice(
-        "none, row, block or static: how ranks quantise an A of the type of C, with dtype e4m3",
-        ("none", "row", "block", "static"),
-        default="none",
-        unnamed=True,
-    )
-
-
-def operand_field() -> Any:
-    """The type of A where B is e4m3."""
-    return choice(
-        "e4m3, or e5m2 for gradients: the type of A with dtype e4m3", ("e4m3", "e5m2"), default="e4m3", unnamed=True
-    )
+def scaled_field(name: str) -> Any:
+    """A field of problems whose matrices may be e4m3."""
+    meaning, *allowed = _FIELDS[name]
+    return choice(meaning, tuple(allowed), default=allowed[0], unnamed=True)
 
 
 def check(problem: Any) -> None:
@@ -177,8 +158,22 @@ def draw_wide(problem: Any, draw: Draw, rows: int, tensor: int) -> tuple[Tensor,
     return a, torch.full((1,), STATIC, dtype=torch.float32, device=draw.device)
 
 
+def draw_call(problem: Any, draw: Draw, rows: int, out_rows: int, tensor: int, *, shared: bool) -> Call:
+    """A with so many rows, B, the scales of A and the scales of B. An A that is to be quantised has scales only if `static`."""
+    from autotax.operators.inputs import DTYPES, Call
+
+    b, scales_b = draw_operand(problem, draw, problem.n, tensor + 1, weight=True)
+    if problem.quantize == "none":
+        a, *of_a = draw_operand(problem, draw, rows, tensor, weight=False, shared=shared)
+    else:
+        a, *of_a = draw_wide(problem, draw, rows, tensor)
+    return Call((a, b, *of_a, scales_b), replace(draw, dtype=DTYPES[problem.result]).empty(out_rows, problem.n))
+
+
 def numbers_of_a(problem: Any, tensors: Sequence[Tensor]) -> Tensor:
     """The float32 numbers that the A of a call stands for, quantised if the problem says so. `tensors` are those of the call."""
+    if problem.dtype != "e4m3":
+        return tensors[0].float()
     a, scales = tensors[0], tensors[2]
     if problem.quantize != "none":
         scales = scales if problem.quantize == "static" else scales_of(a, problem.quantize)
@@ -231,10 +226,7 @@ def dequantised(values: Tensor, scales: Tensor, layout: str, *, weight: bool) ->
 def library_product(
     a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, layout: str, out: Tensor, *, fast: bool = False
 ) -> None:
-    """out = A @ B.T by the vendor's library. `fast` sums have fewer bits.
-
-    CPU ranks multiply the dequantised numbers in float32. So do GPUs for scales of blocks whose sizes the library refuses.
-    """
+    """out = A @ B.T by the library, in float32 on CPU ranks and for blocks it refuses. `fast` sums have fewer bits."""
     import torch
 
     aligned = a.shape[1] % (4 * GROUP) == 0 and len(a) % 4 == 0
@@ -274,12 +266,12 @@ def quantised(values: Tensor, scales: Tensor, quantize: str) -> Tensor:
     return parts.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
+def has_fast_product(problem: Any, hardware: Hardware) -> bool:
+    """Whether torch's products of e4m3 apply, which take no scales of blocks."""
+    return hardware.backend == "cuda" and problem.scales in ("tensor", "row")
+
+
 def has_deep_gemm(problem: Any, hardware: Hardware) -> bool:
     """Whether DeepGEMM is installed and multiplies this problem's matrices."""
     fits = (problem.scales, problem.result, hardware.target) == ("block", "bf16", "cuda:90")
     return fits and find_spec("deep_gemm") is not None
-
-
-def brief(problem: Problem) -> dict[str, str]:
-    """The fields of e4m3 that differ from their defaults, for `Problem.brief`."""
-    return {name: getattr(problem, name) for name, value in USUAL.items() if getattr(problem, name, value) != value}

@@ -5,11 +5,51 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
 
-from autotax.operators.inputs import DTYPES, EIGHT_BITS, Call
+from autotax.core.problem import Problem
+from autotax.operators import registry
+from autotax.operators.inputs import DTYPES, EIGHT_BITS, Call, Draw
+
+
+@dataclass(frozen=True)
+class Calls(Sequence[Call]):
+    """The inputs of every rank. Each access draws them anew, because the inputs of all ranks may not fit in memory together."""
+
+    problem: Problem
+    seed: int
+    device: torch.device
+
+    def __len__(self) -> int:
+        return self.problem.world_size
+
+    @overload
+    def __getitem__(self, rank: int) -> Call: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[Call]: ...
+    def __getitem__(self, rank: int | slice) -> Call | list[Call]:
+        if isinstance(rank, slice):
+            return [self[index] for index in range(*rank.indices(len(self)))]
+        if not 0 <= rank < len(self):
+            raise IndexError(rank)
+        return make_inputs(self.problem, self.seed, rank, self.device)
+
+
+def make_inputs(problem: Problem, seed: int, rank: int, device: torch.device) -> Call:
+    """The inputs of `rank` for a seed, and a buffer for its output."""
+    return registry.of(problem).draw(problem, Draw((DTYPES | EIGHT_BITS)[problem.dtype], seed, rank, device))
+
+
+def reference(problem: Problem, seed: int, rank: int, device: torch.device) -> Expected:
+    """The right output of `rank` for a seed."""
+    (right, spread), *more = registry.of(problem).right(problem, Calls(problem, seed, device), rank)
+    # Scales are their own spread: each follows the largest of rounded numbers, so it may be off by one step.
+    others = tuple(Expected.of(*other, DTYPES[problem.dtype], step=other[0] is other[1]) for other in more)
+    return Expected.of(right, spread, (DTYPES | EIGHT_BITS)[problem.out_dtype], others)
+
 
 TOLERANCE = {"bf16": 5e-3, "fp16": 2e-3, "fp32": 1e-5, "e4m3": 8e-2}
 """Largest relative error (see `distance`) that counts as right. e4m3 outputs are compared with a reference that is also
@@ -65,6 +105,14 @@ def unit(tensor: Tensor, dim: int) -> Tensor:
     most = tensor.abs().amax(dim, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
     tensor.div_(most)
     return most
+
+
+def product_and_spread(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """A @ B.T, and the spread of its elements. Changes both matrices, which are float32."""
+    right = a @ b.t()
+    b = b.contiguous()
+    most_a, most_b = (unit(matrix, 1) for matrix in (a, b))
+    return right, (a.square_() @ b.square_().t()).sqrt_() * most_a * most_b.t()
 
 
 def relative_error(out: Tensor, right: Tensor | Expected, call: Call | None = None) -> float:

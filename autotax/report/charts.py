@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 from xml.etree import ElementTree
 
@@ -14,8 +15,11 @@ from autotax.core.config import Config
 from autotax.core.files import a_home
 from autotax.db.records import TrialRecord
 from autotax.report import formatting
-from autotax.report.formatting import faster, interval, microseconds, number, parameters, times
+from autotax.report.formatting import faster, interval, microseconds, number, outcome, parameters, scatter_of, times
 from autotax.report.renderer import Renderer, Undrawn
+from autotax.tuner.comparison import Comparison
+from autotax.tuner.finalists import speedup
+from autotax.tuner.progress import Verdict
 
 RENDERER = Renderer()
 NAMESPACE = "http://www.w3.org/2000/svg"
@@ -45,7 +49,7 @@ CIRCLE = re.compile(r"M([\d.]+),0A\1,\1,0,1,1,-\1,0A\1,\1,0,1,1,\1,0")
 
 
 def drawn(chart: Any, title: str, label: str, background: str | None = None) -> str:
-    """One `<svg>` element of a chart of Altair's. `title` and `told` are its name and its description for screen readers.
+    """One `<svg>` element of a chart of Altair's. `title` and `label` are its name and its description for screen readers.
 
     `background` is for standalone pictures. Without it the picture is transparent.
     """
@@ -116,7 +120,6 @@ def _shorter(number: re.Match[str]) -> str:
 
 
 def _round(element: ElementTree.Element, radius: str) -> None:
-    """Turns a path that draws a circle into a circle element."""
     del element.attrib["d"]
     element.tag = f"{{{NAMESPACE}}}circle"
     element.set("r", radius)
@@ -367,3 +370,66 @@ def _configs(trials: Sequence[TrialRecord]) -> list[str]:
         chosen = {name: value for name, value in trial.config.params if (trial.config.variant, name) in vary}
         lines.append(f"{trial.config.variant} {parameters(Config.of(trial.config.variant, chosen))}".removesuffix(" -"))
     return lines
+
+
+# Plots of results for notebooks.
+
+@dataclass(frozen=True, repr=False)
+class Plot:
+    """A plot that a notebook displays."""
+
+    title: str
+    svg: str
+    """The picture, or nothing if there is nothing to draw; the title says why."""
+
+    def __repr__(self) -> str:
+        return f"<Plot: {self.title}>"
+
+    def _repr_html_(self) -> str:
+        return f"<figure>{self.svg}<figcaption>{escape(self.title)}</figcaption></figure>"
+
+
+def plot(result: Verdict | Comparison | Sequence[TrialRecord]) -> Plot:
+    """The plot of a result.
+
+    Args:
+        result: A verdict or a comparison: its rows, in times of BSP with 95 % intervals. Trials: the search of the first problem,
+            trial by trial, and the best so far.
+
+    Returns:
+        A plot that a notebook displays. Where samples of CPU ranks scatter so that ratios mean nothing, it has no picture and
+        says so.
+    """
+    if isinstance(result, Verdict | Comparison):
+        about = f"{formatting.title(result.problem)}: {outcome(result) if isinstance(result, Verdict) else 'compared'}"
+        noise = scatter_of(result)
+        ratios = [] if noise else _of_verdict(result) if isinstance(result, Verdict) else _of_comparison(result)
+        shown = Plot(f"{about}; {noise}" if noise else about, speedups(ratios) if ratios else "")
+    else:
+        problem = next((trial.run.problem for trial in result if trial.run), None)
+        shown = Plot(f"{formatting.title(problem)}: the search" if problem else "no trials", first_search(result))
+    RENDERER.close()
+    return shown
+
+
+def _of_verdict(verdict: Verdict) -> list[Ratio]:
+    bsp = verdict.baseline.latency_us if verdict.baseline else None
+    return [
+        Ratio(
+            f"{rank}. {standing.measurement.config.variant}", standing.measurement.config.variant, standing.speedup,
+            *standing.interval, standing.measurement.latency_us, bsp,
+        )
+        for rank, standing in enumerate(verdict.standings, 1)
+    ]  # fmt: skip
+
+
+def _of_comparison(compared: Comparison) -> list[Ratio]:
+    """The rows with a speed-up; the interval is that of the median of the paired samples."""
+    bsp = next((row.measurement for row in compared.rows if row.variant == "bsp" and row.speedup == 1.0), None)
+    if bsp is None:
+        return []
+    return [
+        Ratio(row.name, row.variant, row.speedup, *speedup(bsp.rounds, row.measurement.rounds)[1], row.measurement.latency_us,
+              bsp.latency_us)
+        for row in compared.rows if row.speedup is not None
+    ]  # fmt: skip

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotax.core.conditions import Conditions
@@ -15,14 +14,14 @@ from autotax.core.problem import Problem
 from autotax.operators import registry
 from autotax.report.taxes import bound_of, bsp_us, known_us, taxes, tuned_us, won_back
 from autotax.runner.measurement import Measurement
-from autotax.tuner.statistics import median_interval
+from autotax.tuner.finalists import median_interval
 
 if TYPE_CHECKING:
     from autotax.api import Refreshed
     from autotax.db import TrialRecord, WinnerRecord
     from autotax.db.lookup import Answer
-    from autotax.db.merge import MergeOutcome
     from autotax.db.records import Entry
+    from autotax.db.store import MergeOutcome
     from autotax.runner.precompile import Surveyed
     from autotax.runner.trace import Timeline
     from autotax.tuner import Comparison, Row, Standing, Verdict
@@ -32,9 +31,7 @@ Document = dict[str, Any]
 
 def of_verdict(verdict: Verdict, db: str) -> Document:
     return {
-        "problem": verdict.problem.to_dict(),
-        "hardware": verdict.hardware.to_dict(),
-        "conditions": verdict.conditions.to_dict(),
+        **_where(verdict),
         "winner": _winner(verdict, verdict.winner) if verdict.winner else None,
         "trials": dict(verdict.trials),
         "seconds": round(verdict.seconds, 3),
@@ -51,9 +48,7 @@ def of_comparison(comparison: Comparison) -> Document:
     bound, us, peer = bound_of(comparison), tuned_us(comparison), comparison.peer
     bounds = known_us(comparison) if bound else {}
     return {
-        "problem": comparison.problem.to_dict(),
-        "hardware": comparison.hardware.to_dict(),
-        "conditions": comparison.conditions.to_dict(),
+        **_where(comparison),
         "match": comparison.answer.match if comparison.answer else None,
         "reason": comparison.answer.reason if comparison.answer else None,
         "error": comparison.error,
@@ -70,8 +65,8 @@ def of_comparison(comparison: Comparison) -> Document:
 def of_taxes(comparison: Comparison) -> Document:
     """Parts of the time of BSP, the work itself first (see report.taxes)."""
     document = of_comparison(comparison)
-    kept = ("problem", "hardware", "conditions", "error")
-    return {name: document[name] for name in kept} | {
+    return _where(comparison) | {
+        "error": comparison.error,
         "taxes": [asdict(tax) for tax in taxes(document)],
         "bsp_us": bsp_us(document),
         "tuned_us": tuned_us(comparison),
@@ -80,13 +75,8 @@ def of_taxes(comparison: Comparison) -> Document:
 
 
 def of_answer(problem: Problem, answer: Answer) -> Document:
-    return {
-        "problem": problem.to_dict(),
-        "match": answer.match,
-        **_config(answer),
-        "from_problem": answer.from_problem,
-        "reason": answer.reason,
-    }
+    document = {"problem": problem.to_dict(), "match": answer.match, **_config(answer)}
+    return document | _fields(answer, "from_problem", "reason")
 
 
 def pinned(answer: Answer) -> str:
@@ -98,23 +88,17 @@ def pinned(answer: Answer) -> str:
 def of_winner(winner: WinnerRecord, stale: str) -> Document:
     """`stale` says why a winner does not hold here. In the document it is null if the winner holds."""
     return {
-        "problem": winner.problem.to_dict(),
-        "hardware": winner.hardware.to_dict(),
-        "environment": winner.environment.to_dict(),
-        "conditions": winner.conditions.to_dict(),
+        **_where(winner, "problem", "hardware", "environment", "conditions"),
         **_config(winner.config),
-        "latency_us": winner.latency_us,
-        "baseline_us": winner.baseline_us,
-        "speedup": winner.speedup,
+        **_fields(winner, "latency_us", "baseline_us", "speedup"),
         "interval": [winner.interval_low, winner.interval_high],
         "tie": winner.tie,
-        "tuned_at": winner.created_at.isoformat() if winner.created_at else None,
+        "tuned_at": _at(winner),
         "stale": stale or None,
     }
 
 
 def flat_winner(winner: WinnerRecord, stale: str) -> Document:
-    """One row of a list of winners."""
     return {
         "problem": winner.problem.key,
         "device": str(winner.hardware),
@@ -122,19 +106,13 @@ def flat_winner(winner: WinnerRecord, stale: str) -> Document:
         "comm": winner.environment.comm,
         "conditions": winner.conditions.key,
         **_flat_config(winner.config),
-        "latency_us": winner.latency_us,
-        "baseline_us": winner.baseline_us,
-        "speedup": winner.speedup,
-        "interval_low": winner.interval_low,
-        "interval_high": winner.interval_high,
-        "tie": winner.tie,
-        "tuned_at": winner.created_at.isoformat() if winner.created_at else None,
+        **_fields(winner, "latency_us", "baseline_us", "speedup", "interval_low", "interval_high", "tie"),
+        "tuned_at": _at(winner),
         "stale": stale,
     }
 
 
 def flat_trial(trial: TrialRecord) -> Document:
-    """One row of a list of trials."""
     conditions = Conditions.from_dict(trial.conditions)
     return {
         "run": trial.run_id,
@@ -144,10 +122,7 @@ def flat_trial(trial: TrialRecord) -> Document:
         "stage": trial.conditions.get("stage", "search"),
         "conditions": conditions.key,
         **_flat_config(trial.config),
-        "status": trial.status,
-        "latency_us": trial.latency_us,
-        "verified": trial.verified,
-        "compile_s": trial.compile_s,
+        **_fields(trial, "status", "latency_us", "verified", "compile_s"),
         "error": summary(trial.error or ""),
     }
 
@@ -173,18 +148,9 @@ def of_timeline(timeline: Timeline) -> Document:
     return {"problem": timeline.problem.to_dict(), **_config(timeline.config), "ranks": ranks}
 
 
-def of_entries(entries: Sequence[Entry]) -> list[Document]:
-    return [_of_entry(entry) for entry in entries]
-
-
 def of_import(outcomes: Sequence[MergeOutcome]) -> list[Document]:
     """The outcome for each winner of a file: `added`, `replaced` or `kept` (the one in the database), and why."""
-    return [{"outcome": outcome.what, "reason": outcome.reason or None, **_of_entry(outcome.entry)} for outcome in outcomes]
-
-
-def of_report(path: Path, winners: int, trials: int, comparisons: int) -> Document:
-    """The numbers of winners, trials and comparisons on the page."""
-    return {"file": str(path), "winners": winners, "trials": trials, "comparisons": comparisons}
+    return [{"outcome": outcome.what, "reason": outcome.reason or None, **of_entry(outcome.entry)} for outcome in outcomes]
 
 
 def of_survey(surveyed: Sequence[Surveyed]) -> list[Document]:
@@ -223,9 +189,7 @@ def _row(row: Row) -> Document:
         "latency_us": row.measurement.latency_us,
         **_beside(row.measurement),
         "speedup_vs_bsp": row.speedup,
-        "verified": row.measurement.verified,
-        "status": row.measurement.status,
-        "error": row.measurement.error,
+        **_fields(row.measurement, "verified", "status", "error"),
         "source": row.source,
         "relative_error": _finite(row.measurement.relative_error),
         "rounds_us": [round(us, 2) for us in row.measurement.rounds],
@@ -234,38 +198,35 @@ def _row(row: Row) -> Document:
 
 
 def of_trial(trial: TrialRecord) -> Document:
-    where: Mapping[str, Any] = (
-        {"run": trial.run.id, "problem": trial.run.problem.to_dict(), "hardware": trial.run.hardware.to_dict()}
-        if trial.run
-        else {}
-    )
     return {
-        **where,
+        **({"run": trial.run.id, **_where(trial.run, "problem", "hardware")} if trial.run else {}),
         "number": trial.number,
         **_config(trial.config),
-        "status": trial.status,
-        "error": trial.error,
-        "latency_us": trial.latency_us,
-        "verified": trial.verified,
+        **_fields(trial, "status", "error", "latency_us", "verified"),
         "relative_error": _finite(trial.relative_error),
         "compile_s": trial.compile_s,
         "conditions": dict(trial.conditions),
-        "created_at": trial.created_at.isoformat() if trial.created_at else None,
+        "created_at": _at(trial),
     }
 
 
-def _of_entry(entry: Entry) -> Document:
+def of_entry(entry: Entry) -> Document:
     winner = entry.winner
-    return {
-        "problem": winner.problem.to_dict(),
-        "hardware": winner.hardware.to_dict(),
-        "conditions": winner.conditions.to_dict(),
-        **_config(winner.config),
-        "speedup": winner.speedup,
-        "interval": [winner.interval_low, winner.interval_high],
-        "tuned_at": winner.created_at.isoformat() if winner.created_at else None,
-        "tuned_by": entry.by,
-    }
+    figures = {"speedup": winner.speedup, "interval": [winner.interval_low, winner.interval_high]}
+    return {**_where(winner), **_config(winner.config), **figures, "tuned_at": _at(winner), "tuned_by": entry.by}
+
+
+def _where(of: Any, *names: str) -> Document:
+    """The problem, hardware and conditions of a record, or other parts of it that have a document of their own."""
+    return {name: getattr(of, name).to_dict() for name in names or ("problem", "hardware", "conditions")}
+
+
+def _fields(of: Any, *names: str) -> Document:
+    return {name: getattr(of, name) for name in names}
+
+
+def _at(record: WinnerRecord | TrialRecord) -> str | None:
+    return record.created_at.isoformat() if record.created_at else None
 
 
 def _config(config: Config) -> Document:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -21,6 +21,9 @@ from autotax.core.problem import Problem
 from autotax.core.terminal import WIDEST, console
 from autotax.hardware import Hardware
 from autotax.operators import operators
+
+if TYPE_CHECKING:
+    from autotax.tuner import Comparison, Verdict
 
 BASELINE = "#808080"
 COLOURS = (
@@ -164,6 +167,40 @@ def counts(statuses: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {status}" for status, count in statuses.items()) or "none"
 
 
+MOST_FOLD, FEWEST_ROUNDS = 5.0, 10
+"""Ratios are not shown if a tenth of the samples takes this many times as long as another tenth."""
+
+
+def scatter_of(result: Verdict | Comparison) -> str:
+    """A line in place of ratios if samples of CPU ranks scatter so much that medians mean nothing; else nothing."""
+    shown: Any = result
+    rows = shown.standings if hasattr(shown, "standings") else [row for row in shown.rows if row.measurement.verified]
+    spreads = [] if result.hardware.on_gpu else [sorted(row.measurement.rounds) for row in rows]
+    rounds = [times for times in spreads if len(times) >= FEWEST_ROUNDS]
+    fold = max((times[-1 - len(times) // 10] / max(times[len(times) // 10], 1e-3) for times in rounds), default=1.0)
+    if fold < MOST_FOLD:
+        return ""
+    return f"samples of one config scatter {fold:.0f}-fold, so medians mean little here and no ratios are shown"
+
+
+def outcome(verdict: Verdict) -> str:
+    """How a run ended, in one line: `push wins: 1.31x faster than BSP (95 % CI 1.28 to 1.33); 60 trials (60 ok) in 1:12`"""
+    tried = f"{number(sum(verdict.trials.values()), 'trial')} ({counts(verdict.trials)}) in {duration(verdict.seconds)}"
+    if verdict.winner is None:
+        ended = "interrupted before a verdict" if verdict.interrupted else "no winner: nothing could be verified"
+        ended = "no winner: the time limit came first" if verdict.late else ended
+    elif verdict.tie:
+        ended = "Differences are within noise; BSP is kept"
+    elif verdict.winner.measurement.config.variant == "bsp":
+        ended = f"Nothing beats BSP ({microseconds(verdict.winner.measurement.latency_us)} us) yet"
+    else:
+        low, high = verdict.winner.interval
+        ended = f"{verdict.winner.measurement.config.variant} wins"
+        if not scatter_of(verdict):
+            ended += f": {faster(verdict.winner.speedup)} (95 % CI {low:.2f} to {high:.2f})"
+    return f"{ended}; {tried}"
+
+
 # The look of all tables, on wide and on narrow screens.
 
 NARROW = 110
@@ -188,7 +225,7 @@ class Fitting:
 class Captioned(Table):
     """A table as wide as its cells between a heading and notes, which may be wider."""
 
-    def __init__(self, heading: str, notes: Sequence[str], *, header: bool) -> None:
+    def __init__(self, heading: str, *notes: str, header: bool = True) -> None:
         super().__init__(box=box.SIMPLE_HEAD, show_header=header, header_style="dim", pad_edge=False)
         self.heading = Text(heading, "bold")
         self.notes = Text("\n".join(note for note in notes if note), "dim")
@@ -205,8 +242,7 @@ class Captioned(Table):
         return Measurement(cells.minimum, max(cells.maximum, *texts, 1)).clamp(max_width=options.max_width)
 
 
-def grid(name: str, *caption: str, header: bool = True) -> Table:
-    return Captioned(name, caption, header=header)
+grid = Captioned
 
 
 def config_text(config: Config) -> Text:
@@ -215,11 +251,16 @@ def config_text(config: Config) -> Text:
     return text.append(f" {parameters(config)}", "dim") if config.params else text
 
 
+def labelled(min_width: int | None = None, **more: Any) -> Table:
+    lines = Table.grid(padding=(0, 2))
+    lines.add_column(style="dim", no_wrap=True, min_width=min_width)
+    lines.add_column(**{"overflow": "fold"} | more)
+    return lines
+
+
 def legend(rows: Iterable[tuple[str, Config, str]]) -> Table:
     """Name, parameters and rates of each row, for screens whose tables have no room for them."""
-    lines = Table.grid(padding=(0, 2))
-    lines.add_column(style="dim", no_wrap=True)
-    lines.add_column(overflow="fold")
+    lines = labelled()
     for name, config, rates in rows:
         if facts := [*([rates] if rates else []), *([parameters(config)] if config.params else [])]:
             lines.add_row(name, Text("; ".join(facts), "dim"))
@@ -240,9 +281,7 @@ def listing(name: str, texts: Sequence[str], names: Sequence[str], rows: Sequenc
     narrow: list[RenderableType] = [Text(name, "bold")]
     for first, *facts in rows:
         table.add_row(first, *facts)
-        lines = Table.grid(padding=(0, 2))
-        lines.add_column(style="dim", no_wrap=True)
-        lines.add_column(overflow="fold")
+        lines = labelled()
         for label, fact in zip(names[1:], facts, strict=True):
             if fact:
                 lines.add_row(f"  {label.rstrip('>|')}", fact)
@@ -259,31 +298,3 @@ def natural_width(shown: RenderableType) -> int:
     """The width in columns of a table, or of several below each other, if nothing is folded or cut."""
     wide = console(width=WIDEST)
     return max(Measurement.get(wide, wide.options, shown).maximum, 1)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A text, the CSS class of its cell, the colour of the dot before it, and what is folded below it."""
-
-    text: str
-    mark: str = ""
-    colour: str = ""
-    folded: str = ""
-
-
-@dataclass(frozen=True)
-class PageTable:
-    """Columns whose names begin with `>` are figures."""
-
-    head: tuple[str, ...]
-    lines: tuple[tuple[Cell, ...], ...]
-
-
-def table(head: Sequence[str], lines: Iterable[Sequence[str | Cell]]) -> PageTable:
-    """A table for the page. Plain texts become cells without marks."""
-    return PageTable(tuple(head), tuple(tuple(cell if isinstance(cell, Cell) else Cell(cell) for cell in line) for line in lines))
-
-
-def variant_cell(variant: str, config: Config | None = None) -> Cell:
-    """A variant with the dot of its colour, and the parameters of its config, folded, if one is given."""
-    return Cell(variant, colour=colour_of(variant), folded=parameters(config) if config and config.params else "")

@@ -47,7 +47,6 @@ class Ladder:
 
     @property
     def whole(self) -> float:
-        """The speed-up of all steps together."""
         return self.steps[0].us / self.steps[-1].us
 
 
@@ -59,7 +58,6 @@ def read(path: Path) -> list[Ladder]:
 
 
 def of(documents: Sequence[Document]) -> list[Ladder]:
-    """The ladders of some comparisons, in their order."""
     ladders = [_ladder(document) for document in documents]
     return [ladder for ladder in ladders if len(ladder.steps) > 1]
 

@@ -15,27 +15,17 @@ import jinja2
 from markupsafe import Markup, escape
 
 from autotax.core.conditions import Conditions
+from autotax.core.config import Config
 from autotax.core.errors import summary
 from autotax.core.problem import Problem
-from autotax.db.records import TrialRecord, WinnerRecord
-from autotax.db.staleness import same_kernel
+from autotax.db.records import TrialRecord, WinnerRecord, same_kernel
 from autotax.hardware import Hardware
-from autotax.report import charts, formatting
-from autotax.report.formatting import (
-    Cell,
-    counts,
-    faster,
-    heading,
-    interval,
-    microseconds,
-    number,
-    parameters,
-    table,
-    times,
-    variant_cell,
-)
-from autotax.report.peers import peers
-from autotax.report.taxes import Document, geometric_mean
+from autotax.operators.registry import problem_from_dict
+from autotax.report import charts, ladder
+from autotax.report.charts import Taxed
+from autotax.report.formatting import colour_of, counts, faster, heading, interval, microseconds, number, parameters, times, won
+from autotax.report.taxes import Document, bsp_us, fastest_us, geometric_mean, taxes, won_back
+from autotax.tuner.comparison import TUNED
 
 REASON = 200
 """Most characters of the error of a trial."""
@@ -57,6 +47,26 @@ GLOSSARY = (
     ("Bound", "The least time that the links, the memory or the product alone allow. Beaten: a row was faster, so it is none."),
     ("Won back", "The share of BSP's time beyond the work itself that the tuned config saves."),
 )
+
+@dataclass(frozen=True)
+class Cell:
+    """A text, the CSS class of its cell, the colour of the dot before it, and what is folded below it."""
+
+    text: str
+    mark: str = ""
+    colour: str = ""
+    folded: str = ""
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str | Cell]]) -> dict[str, Any]:
+    """A table for the template. Columns whose names begin with `>` are figures. Plain texts become cells without marks."""
+    return {"head": head, "lines": [[cell if isinstance(cell, Cell) else Cell(cell) for cell in line] for line in lines]}
+
+
+def variant_cell(variant: str, config: Config | None = None) -> Cell:
+    """A variant with the dot of its colour, and the parameters of its config, folded, if one is given."""
+    return Cell(variant, colour=colour_of(variant), folded=parameters(config) if config and config.params else "")
+
 
 Key = tuple[str, str, Problem]
 """Heading, hardware digest, problem."""
@@ -84,14 +94,14 @@ def page(
     tuned = _tuned(winners, trials)
     shown = [entry.winner for entry in tuned if entry.winner]
     groups = [list(group) for _, group in groupby(tuned, lambda entry: entry.heading)]
-    beside = peers(compared)
+    beside = _compared(compared)
     summary = f"{number(len(shown), 'winner')} and {number(len(trials), 'trial')} of {source}, "
     summary += f"{number(len(compared), 'comparison')}; {made:%Y-%m-%d %H:%M %Z}"
     names = {trial.config.variant for trial in trials} | {winner.config.variant for winner in shown}
     rendered = _template().render(
         told=summary,
-        headline=" ".join([_headline(tuned), *([f"Compared: {beside[0].means}."] if len(beside) == 1 else [])]),
-        variants=[{"name": name, "colour": formatting.colour_of(name)} for name in sorted(names)],
+        headline=" ".join([_headline(tuned), *([f"Compared: {beside[0]['means']}."] if len(beside) == 1 else [])]),
+        variants=[{"name": name, "colour": colour_of(name)} for name in sorted(names)],
         sections=[_section(f"tuned-{at}", entries) for at, entries in enumerate(groups, 1)],
         compared=beside,
         glossary=GLOSSARY,
@@ -194,7 +204,6 @@ def _winner_line(tuned: TunedProblem) -> list[str | Cell]:
 
 
 def _search(tuned: TunedProblem) -> dict[str, Any]:
-    """How the trials of a problem went."""
     trials = tuned.searched
     lines = [_variant_line(variant, trials) for variant in sorted({trial.config.variant for trial in trials})]
     failed = Counter((t.status, summary(t.error or "")[:REASON]) for t in trials if not t.verified)
@@ -214,3 +223,70 @@ def _variant_line(variant: str, trials: Sequence[TrialRecord]) -> list[str | Cel
     us, best = min(timed, key=lambda pair: pair[0], default=(None, None))
     figures = str(len(own)), str(len(timed)), microseconds(us)
     return [variant_cell(variant), *figures, parameters(best.config) if best else ""]
+
+
+# The part that compares tuned configs with all alternatives measured in the same runs.
+
+HEAD = ("problem", "variant", ">us", ">vs BSP", "best alternative", ">vs it", ">bound us", ">of the bound", ">won back")
+
+
+def _compared(compared: Sequence[Document]) -> list[dict[str, Any]]:
+    """The comparisons grouped by machine and operator, in the order of the documents."""
+    groups = groupby(sorted(compared, key=_of_heading), _of_heading)
+    return [_beside(f"compared-{at}", name, list(documents)) for at, (name, documents) in enumerate(groups, 1)]
+
+
+def _beside(anchor: str, name: str, documents: Sequence[Document]) -> dict[str, Any]:
+    over_bsp = geometric_mean(_tuned_row(document).get("speedup_vs_bsp") for document in documents)
+    over_peer = geometric_mean(document.get("speedup_vs_best_peer") for document in documents)
+    calls = [call for document in documents if (call := _taxed(document))]
+    ladders = ladder.of(documents)
+    first, *lines = ladder.table(ladders)
+    return {
+        "anchor": anchor,
+        "name": name,
+        "means": f"geometric means: {faster(over_bsp)}, {faster(over_peer, 'the best alternative')}" if over_bsp else "no ratios",
+        "table": table(HEAD, map(_compared_line, documents)),
+        "taxed": [Markup(drawing) for drawing in charts.taxed(calls)],
+        "ladder": table([first[0], *(f">{step}" for step in first[1:])], lines) if ladders else None,
+        "ladder_drawing": Markup(ladder.plot(ladders)) if ladders else None,
+    }
+
+
+def _of_heading(document: Document) -> str:
+    hardware = Hardware(**document["hardware"])
+    defaults = Conditions.usual(hardware.on_gpu).to_dict()
+    return heading(problem_from_dict(document["problem"]), hardware, Conditions.from_dict(document.get("conditions") or defaults))
+
+
+def _tuned_row(document: Document) -> Document:
+    return next((row for row in document["rows"] if row["name"] == TUNED and row["verified"]), {})
+
+
+def _taxed(document: Document) -> Taxed | None:
+    """The taxes of a comparison for the chart; None if one of the figures is unknown."""
+    if won_back(document) is None or _beaten(document):
+        return None
+    work, whole = taxes(document)[0].us, bsp_us(document)
+    return Taxed(problem_from_dict(document["problem"]).brief(), work, _tuned_row(document)["latency_us"], whole or work)
+
+
+def _beaten(document: Document) -> bool:
+    """Whether a row is faster than the bound, which an earlier version knew less well."""
+    return fastest_us(document) < (document.get("bound_us") or 0.0)
+
+
+def _compared_line(document: Document) -> list[str | Cell]:
+    tuned, over, beaten = _tuned_row(document), document.get("speedup_vs_best_peer"), _beaten(document)
+    failed = "not verified" + (f": {document['error']}" if document.get("error") else "")
+    return [
+        problem_from_dict(document["problem"]).brief(),
+        variant_cell(tuned["variant"]) if tuned.get("variant") else failed,
+        microseconds(tuned.get("latency_us")),
+        times(tuned.get("speedup_vs_bsp")),
+        document.get("best_peer") or "-",
+        Cell(times(over), "loss" if over is not None and over < 1 else ""),
+        microseconds(document.get("bound_us")) + (" (beaten)" if beaten else ""),
+        "-" if beaten else times(document.get("over_bound")),
+        won(None if beaten else won_back(document)),
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,7 +20,7 @@ from autotax.core.errors import summary
 from autotax.core.problem import Problem
 from autotax.core.settings import CPU_SOAK, GPU_SOAK
 from autotax.hardware import Hardware
-from autotax.report.formatting import counts, duration, faster, microseconds, parameters, place, style_of, title
+from autotax.report.formatting import counts, duration, faster, labelled, microseconds, parameters, place, style_of, title
 from autotax.runner.measurement import Measurement
 from autotax.tuner.finalists import BASELINES, CHALLENGERS, Paces
 from autotax.tuner.progress import Listener, Progress
@@ -40,9 +40,7 @@ class TuningScreen:
     def __init__(
         self, problems: int, *, soak: int | None = None, finalists_only: bool = False, console: Console | None = None
     ) -> None:
-        self._problems = problems
-        self._soak = soak
-        self._finalists_only = finalists_only
+        self._problems, self._soak, self._finalists_only = problems, soak, finalists_only
         self._console = console or terminal.console(stderr=True)
         self._began = 0
         self._lasted: list[float] = []
@@ -64,15 +62,10 @@ class TuningScreen:
             with Live(display, console=self._console, transient=True, redirect_stdout=False, redirect_stderr=False):
                 yield display
         else:
-            yield Lines(self._console, problem, hardware, pace)
+            yield Lines(problem, hardware, self._console, pace)
         self._lasted.append(time.monotonic() - pace.began)
         if pace.finals_began is not None:
             self._finals.append(time.monotonic() - pace.finals_began)
-
-
-def watch(problem: Problem, hardware: Hardware, console: Console | None = None) -> AbstractContextManager[Listener]:
-    """A screen for a single problem, on `console` (default: stderr)."""
-    return TuningScreen(1, console=console)(problem, hardware)
 
 
 @dataclass
@@ -155,22 +148,26 @@ class Pace:
 
 
 @dataclass
-class Display:
-    """Redraws itself a few times a second, so that the elapsed time of a long trial is visible."""
-
+class _Listener:
     problem: Problem
     hardware: Hardware
     console: Console = field(default_factory=partial(terminal.console, stderr=True))
     pace: Pace = field(default_factory=Pace)
+
+    def notice(self, text: str) -> None:
+        """Prints the notice; above a display, where it stays."""
+        self.console.print(Text(f"notice: {' '.join(text.split())}", "yellow"), soft_wrap=not self.console.is_terminal)
+
+
+@dataclass
+class Display(_Listener):
+    """Redraws itself a few times a second, so that the elapsed time of a long trial is visible."""
+
     heard: float = field(default_factory=time.monotonic)
 
     def progress(self, progress: Progress) -> None:
         self.pace.note(progress)
         self.heard = time.monotonic()
-
-    def notice(self, text: str) -> None:
-        """Prints the notice above the display, where it stays."""
-        _note(self.console, text)
 
     def __rich__(self) -> Group:
         heading = Text(f"{self.pace.place}: " if self.pace.place else "", "cyan").append(title(self.problem), "bold")
@@ -183,7 +180,8 @@ class Display:
     def _bar(self, progress: Progress) -> Table:
         row = Table.grid(padding=(0, 2), expand=True)
         row.add_column(ratio=1)
-        rate, left = self.pace.per_minute, self._left()
+        rate = self.pace.per_minute
+        left = _left(self.pace, time.monotonic() - self.heard if self.pace.finals_began is None else 0.0)
         done = f"{progress.done}/{progress.wanted} trials"
         row.add_row(
             ProgressBar(total=progress.wanted, completed=min(progress.done, progress.wanted)),
@@ -194,9 +192,7 @@ class Display:
         return row
 
     def _facts(self, progress: Progress) -> Table:
-        facts = Table.grid(padding=(0, 2))
-        facts.add_column(style="dim", no_wrap=True, min_width=len("so far"))
-        facts.add_column(no_wrap=True, overflow="ellipsis")
+        facts = labelled(min_width=len("so far"), no_wrap=True, overflow="ellipsis")
         facts.add_row("search", _best(progress))
         facts.add_row("so far", _statuses(progress))
         if gain := _gain(progress):
@@ -205,21 +201,13 @@ class Display:
             facts.add_row("last", _trial(progress.last).append(f"  {self._silence()} ago", "dim"))
         return facts
 
-    def _left(self) -> str:
-        return _left(self.pace, time.monotonic() - self.heard if self.pace.finals_began is None else 0.0)
-
     def _silence(self) -> str:
         return duration(time.monotonic() - self.heard)
 
 
 @dataclass
-class Lines:
+class Lines(_Listener):
     """One line at the first trial, at every tenth, at each new phase: for logs."""
-
-    console: Console
-    problem: Problem
-    hardware: Hardware
-    pace: Pace = field(default_factory=Pace)
 
     def __post_init__(self) -> None:
         before = f"{self.pace.place}: " if self.pace.place else ""
@@ -230,9 +218,6 @@ class Lines:
         self.pace.note(progress)
         if before is None or before.phase != progress.phase or progress.done % EVERY == 0:
             self._say(self._line(progress))
-
-    def notice(self, text: str) -> None:
-        _note(self.console, text)
 
     def _line(self, progress: Progress) -> str:
         rate = self.pace.per_minute
@@ -256,10 +241,6 @@ def _left(pace: Pace, since: float = 0.0) -> str:
         return ""
     remaining = f"{duration(max(0.0, own - since))} left"
     return f"{remaining}, {duration(max(0.0, every - since))} for all" if pace.number < pace.of else remaining
-
-
-def _note(console: Console, text: str) -> None:
-    console.print(Text(f"notice: {' '.join(text.split())}", "yellow"), soft_wrap=not console.is_terminal)
 
 
 def _best(progress: Progress) -> Text:

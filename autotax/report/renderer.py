@@ -24,7 +24,8 @@ class Renderer:
     """A process that draws charts, started with the first of them and again after a loss."""
 
     def __init__(self) -> None:
-        self._child: Child | None = None
+        self.child: Child | None = None
+        """The process, while it runs."""
         self._losses = 0
         self.undrawn: list[str] = []
         """The reason for each chart that is left out."""
@@ -39,18 +40,18 @@ class Renderer:
 
     def close(self) -> None:
         """Ends the process. Safe to call twice; the next chart starts another."""
-        if self._child:
-            self._child.kill()
-        self._child = None
+        if self.child:
+            self.child.kill()
+        self.child = None
 
     def _drawn(self, chart: bytes) -> str:
         if self._losses >= MOST_LOSSES:
             raise Undrawn(self.undrawn[-1])
         try:
-            self._child = self._child or Child.start(__name__, (), {})
-            self._child.pipe.send_bytes(chart)
-            answered = self._child.pipe.poll(DRAWING_S)
-            answer = self._child.pipe.recv_bytes() if answered else b""
+            self.child = self.child or Child.start(__name__, (), {})
+            self.child.pipe.send_bytes(chart)
+            answered = self.child.pipe.poll(DRAWING_S)
+            answer = self.child.pipe.recv_bytes() if answered else b""
         except (EOFError, OSError) as error:
             raise Undrawn(self._loss(error)) from None
         if not answered:
@@ -61,7 +62,7 @@ class Renderer:
 
     def _loss(self, error: Exception) -> str:
         """The reason why the process is lost, in a few words: its last line may be a frame of a stack."""
-        reason = self._child.last_words().partition(":")[0] if self._child and not isinstance(error, TimeoutError) else str(error)
+        reason = self.child.last_words().partition(":")[0] if self.child and not isinstance(error, TimeoutError) else str(error)
         self._losses += 1
         self.close()
         return f"the process that draws {reason}"

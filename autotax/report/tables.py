@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotax.core.problem import Problem
-from autotax.db.staleness import same_kernel
+from autotax.db.records import same_kernel
 from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.report import documents
@@ -24,7 +24,6 @@ from autotax.report.formatting import (
     columns,
     config_text,
     counts,
-    duration,
     faster,
     grid,
     interval,
@@ -32,108 +31,123 @@ from autotax.report.formatting import (
     listing,
     microseconds,
     number,
+    outcome,
     parameters,
     place,
+    scatter_of,
     share,
     status_text,
     times,
     title,
     unusual,
     won,
-)
+)  # fmt: skip
 from autotax.tuner.comparison import TUNED
+from autotax.tuner.finalists import median_interval
 from autotax.tuner.progress import Verdict
 from autotax.tuner.run_recorder import FINALISTS
-from autotax.tuner.statistics import median_interval
 
 if TYPE_CHECKING:
     from autotax.api import Refreshed
     from autotax.db import RunRecord, TrialRecord, WinnerRecord
     from autotax.db.lookup import Answer
-    from autotax.db.merge import MergeOutcome
     from autotax.db.records import Entry
+    from autotax.db.store import MergeOutcome
     from autotax.runner.measurement import Measurement
     from autotax.runner.precompile import Surveyed
     from autotax.runner.trace import Timeline
     from autotax.tuner import Comparison, Standing
 
 WINNER_STYLE = "bold green"
-MOST_FOLD, FEWEST_ROUNDS = 5.0, 10
-"""Ratios are not shown if a tenth of the samples takes this many times as long as another tenth."""
 REFRESHED_STYLES = {"kept": "green", "bsp": "yellow"}
+
+
+WIDE, NARROW = "wide", "narrow"
+Column = tuple[str, Sequence[str | Text], Sequence[str]]
+"""A name, its cells, and the screens that have room for it."""
 
 
 def finalists(verdict: Verdict) -> Fitting:
     """The finalists of a run against bulk-synchronous (BSP), the fastest first."""
-    wide, narrow = _standings(verdict, whole=True), _standings(verdict, whole=False)
-    measured = [standing.measurement for standing in verdict.standings]
-    rates = [_told_rates(verdict, row, _bound_us(verdict, row)) for row in measured]
-    ranked = [(str(rank), row.config, rate) for rank, (row, rate) in enumerate(zip(measured, rates, strict=True), 1)]
-    return Fitting(wide, Group(narrow, legend(ranked)))
+    noise, standings = scatter_of(verdict), verdict.standings
+    rows = [standing.measurement for standing in standings]
+    last: list[Column] = [
+        ("vs BSP [95 %]>", ["-" if noise else _ratio(verdict, standing) for standing in standings], (WIDE, NARROW)),
+        ("verified", ["yes" if row.verified else "no" for row in rows], (WIDE,)),
+        ("verdict|", [_mark(verdict, standing) for standing in standings], (WIDE, NARROW)),
+    ]
+    names, bounds = [str(rank) for rank in range(1, len(rows) + 1)], [_bound_us(verdict, row) for row in rows]
+    caption = title(verdict.problem), outcome(verdict), noise, *_background(verdict)
+    winner = next((at for at, standing in enumerate(standings) if standing == verdict.winner), None)
+    return _measured(verdict, caption, names, rows, bounds, [], last, winner)
 
 
-def _standings(verdict: Verdict, *, whole: bool) -> Table:
-    """`whole`: with the parameters of the configs in the table."""
-    noise = scatter_of(verdict)
-    table = grid(title(verdict.problem), outcome(verdict), noise, *_background(verdict))
-    beside = _shows_both(standing.measurement for standing in verdict.standings)
-    columns(
-        table, "", "config" if whole else "variant|", *_columns(beside, whole),
-        *(rates := _rate_columns(verdict) if whole else []), "vs BSP [95 %]>", *(["verified"] if whole else []), "verdict|",
-    )  # fmt: skip
-    for rank, standing in enumerate(verdict.standings, 1):
-        measurement = standing.measurement
-        table.add_row(
-            str(rank),
-            config_text(measurement.config) if whole else Text(measurement.config.variant),
-            *_figures(measurement, beside, whole),
-            *_rates(verdict.problem, measurement, rates, _bound_us(verdict, measurement)),
-            "-" if noise else _ratio(verdict, standing),
-            *(["yes" if measurement.verified else "no"] if whole else []),
-            _mark(verdict, standing),
-            style=WINNER_STYLE if standing == verdict.winner else "",
-        )
-    return table
+def _measured(
+    shown: Verdict | Comparison, caption: Sequence[str], names: Sequence[str], rows: Sequence[Measurement],
+    bounds: Sequence[float | None], first: Sequence[Column], last: Sequence[Column], best: int | None,
+) -> Fitting:  # fmt: skip
+    """A table of measurements. On narrow screens parameters and rates are below it."""
+    rates = _rates(shown, rows, bounds)
+    columns_: list[Column] = [
+        ("", names, (WIDE, NARROW)),
+        ("config", [config_text(row.config) for row in rows], (WIDE,)),
+        ("variant|", [Text(row.config.variant) for row in rows], (NARROW,)),
+        *first, *_latencies(rows), *((name, cells, (WIDE,)) for name, cells in rates.items()), *last,
+    ]  # fmt: skip
+
+    def table(screen: str) -> Table:
+        made = grid(*caption)
+        here = [(name, cells) for name, cells, screens in columns_ if screen in screens]
+        columns(made, *(name for name, _ in here))
+        for at in range(len(rows)):
+            made.add_row(*(cells[at] for _, cells in here), style=WINNER_STYLE if at == best else "")
+        return made
+
+    spelled = [
+        ", ".join(f"{cells[at]} {name.rstrip('>')}" for name, cells in rates.items() if cells[at] != "-")
+        for at in range(len(rows))
+    ]  # fmt: skip
+    below = legend(zip(names, (row.config for row in rows), spelled, strict=True))
+    return Fitting(table(WIDE), Group(table(NARROW), below))
+
+
+def _latencies(rows: Sequence[Measurement]) -> list[Column]:
+    """The columns of latencies. In place: with intervals, and with the figure back to back, for which narrow tables have no room.
+    Eager calls have no figure in place.
+    """
+    plain = [microseconds(row.latency_us) for row in rows]
+    if not any(row.candidate.conditions.in_place for row in rows):
+        return [("median us>", plain, (WIDE, NARROW))]
+    wide, narrow, beside = list[str](), list[str](), list[str]()
+    for us, row in zip(plain, rows, strict=True):
+        if row.candidate.conditions.in_place:
+            placed = us + (f" [{', '.join(map(microseconds, median_interval(row.rounds)))}]" if row.samples else "")
+            cells = placed, placed, microseconds(row.back_to_back_us)
+        else:
+            eager = f"{us} ({row.candidate.conditions.mode})"
+            cells = "-", eager, eager
+        for column, cell in zip((wide, narrow, beside), cells, strict=True):
+            column.append(cell)
+    name = "in place us [95 %]>"
+    return [(name, wide, (WIDE,)), (name, narrow, (NARROW,)), ("back to back us>", beside, (WIDE,))]
+
+
+def _rates(shown: Verdict | Comparison, rows: Sequence[Measurement], bounds: Sequence[float | None]) -> dict[str, list[str]]:
+    """Columns of rates of one rank, on GPUs: TFLOP/s of products, GB/s of all else, and the share of the bound up to 100 %."""
+    if not shown.hardware.on_gpu:
+        return {}
+    timed = [us if (us := row.latency_us) and us > 0.0 else None for row in rows]
+    flops, nbytes = shown.problem.flops, shown.problem.nbytes
+    name, of_us = ("TFLOP/s>", flops / 1e6) if flops else ("GB/s>", nbytes / 1e3)
+    rates = {name: [f"{of_us / us:.0f}" if us else "-" for us in timed]}
+    if registry.of(shown.problem).bounds:
+        pairs = zip(timed, bounds, strict=True)
+        rates["of bound>"] = [share(bound / us) if us and bound and bound <= us else "-" for us, bound in pairs]
+    return rates
 
 
 def _ratio(verdict: Verdict, standing: Standing) -> str:
     return times(standing.speedup) + ("" if _is_baseline(verdict, standing) else f" {interval(standing.interval)}")
-
-
-def scatter_of(result: Verdict | Comparison) -> str:
-    """A line in place of ratios if samples of CPU ranks scatter so much that medians mean nothing; else nothing."""
-    rows = result.standings if isinstance(result, Verdict) else [row for row in result.rows if row.measurement.verified]
-    spreads = [] if result.hardware.on_gpu else [sorted(row.measurement.rounds) for row in rows]
-    rounds = [times for times in spreads if len(times) >= FEWEST_ROUNDS]
-    fold = max((times[-1 - len(times) // 10] / max(times[len(times) // 10], 1e-3) for times in rounds), default=1.0)
-    if fold < MOST_FOLD:
-        return ""
-    return f"samples of one config scatter {fold:.0f}-fold, so medians mean little here and no ratios are shown"
-
-
-def _rate_columns(shown: Verdict | Comparison) -> list[str]:
-    """The columns of rates, on GPUs: TFLOP/s of products, GB/s of all else."""
-    if not shown.hardware.on_gpu:
-        return []
-    columns = {"TFLOP/s>": shown.problem.flops, "GB/s>": not shown.problem.flops, "of bound>": registry.of(shown.problem).bounds}
-    return [name for name, shown_here in columns.items() if shown_here]
-
-
-def _rates(problem: Problem, measurement: Measurement, names: Sequence[str], bound_us: float | None) -> list[str]:
-    """Rates of one rank at the latency of the same row, and the share of the bound. No share above 100 % is shown."""
-    us = measurement.latency_us
-    if not us or us <= 0.0:
-        return ["-"] * len(names)
-    rates = {"TFLOP/s>": f"{problem.flops / us / 1e6:.0f}", "GB/s>": f"{problem.nbytes / us / 1e3:.0f}"}
-    rates["of bound>"] = share(bound_us / us) if bound_us and bound_us <= us else "-"
-    return [rates[name] for name in names]
-
-
-def _told_rates(shown: Verdict | Comparison, measurement: Measurement, bound_us: float | None) -> str:
-    """`412 TFLOP/s, 75 % of bound`"""
-    names = _rate_columns(shown)
-    rates = zip(names, _rates(shown.problem, measurement, names, bound_us), strict=True)
-    return ", ".join(f"{rate} {name.rstrip('>')}" for name, rate in rates if rate != "-")
 
 
 def _bound_us(verdict: Verdict, measurement: Measurement) -> float | None:
@@ -162,14 +176,14 @@ def refreshed(outcomes: Sequence[Refreshed], hardware: Hardware) -> Table:
     """Former winners with their former and their new figures, one line each."""
     table = grid("refreshed", place(hardware))
     columns(table, "problem", "former winner", "was>", "is>", "outcome|")
-    for outcome in outcomes:
-        former, winner = outcome.stale.winners[0], outcome.verdict.winner
+    for result in outcomes:
+        former, winner = result.stale.winners[0], result.verdict.winner
         table.add_row(
             f"{title(former.problem)} ({former.conditions.key})",
             Text(former.config.variant),
             times(former.speedup),
             times(winner.speedup if winner else None),
-            Text(outcome.outcome + ", a tie" * outcome.verdict.tie, REFRESHED_STYLES.get(outcome.outcome, "red")),
+            Text(result.outcome + ", a tie" * result.verdict.tie, REFRESHED_STYLES.get(result.outcome, "red")),
         )
     return table
 
@@ -203,64 +217,24 @@ def comparison(compared: Comparison) -> Fitting | Text:
     """The rows of a comparison, measured in one interleaved run, or why there are none."""
     if compared.error and not compared.rows:
         return _failed(compared)
-    bound = bounds.bound_of(compared)
-    rates = [_told_rates(compared, row.measurement, bound.us if bound else None) for row in compared.rows]
-    rows = [(row.name, row.measurement.config, shown_rates) for row, shown_rates in zip(compared.rows, rates, strict=True)]
-    return Fitting(_compared(compared, whole=True), Group(_compared(compared, whole=False), legend(rows)))
-
-
-def _compared(compared: Comparison, *, whole: bool) -> Table:
-    """`whole`: with the parameters of the configs in the table."""
-    rows, hardware = compared.rows, compared.hardware
-    noise = scatter_of(compared)
+    rows, hardware, noise = compared.rows, compared.hardware, scatter_of(compared)
     notes = [noise, _distance(compared), "" if noise else _against_peer(compared)]
     notes += [unusual(compared.conditions, hardware), place(hardware)]
-    table = grid(f"{title(compared.problem)}: compared", *notes)
-    operator = registry.of(compared.problem)
+    bound, operator = bounds.bound_of(compared), registry.of(compared.problem)
     part = operator.part.row if operator.part else None
-    sources = whole and any(row.source for row in rows)
-    beside = _shows_both(row.measurement for row in rows)
-    columns(
-        table, "", "config" if whole else "variant|", *(["chosen as"] if sources else []), *_columns(beside, whole),
-        *(rates := _rate_columns(compared) if whole else []), "vs BSP>", "verified", "status",
+    timed = [at for at, row in enumerate(rows) if row.speedup is not None and row.name != part]
+    measured = [row.measurement for row in rows]
+    sources: list[Column] = [("chosen as", [Text(row.source or "") for row in rows], (WIDE,))]
+    last: list[Column] = [
+        ("vs BSP>", ["-" if noise else times(row.speedup) for row in rows], (WIDE, NARROW)),
+        ("verified", ["yes" if row.verified else "no" for row in measured], (WIDE, NARROW)),
+        ("status", [status_text(row.status, row.error) for row in measured], (WIDE, NARROW)),
+    ]
+    return _measured(
+        compared, (f"{title(compared.problem)}: compared", *notes), [row.name for row in rows], measured,
+        [bound.us if bound else None] * len(rows), sources if any(row.source for row in rows) else [], last,
+        min(timed, key=lambda at: measured[at].latency_us or 0.0, default=None),
     )  # fmt: skip
-    bound = bounds.bound_of(compared)
-    timed = [row for row in rows if row.speedup is not None and row.name != part]
-    fastest = min(timed, key=lambda row: row.measurement.latency_us or 0.0, default=None)
-    for row in rows:
-        measurement = row.measurement
-        table.add_row(
-            row.name,
-            config_text(measurement.config) if whole else Text(measurement.config.variant),
-            *([Text(row.source or "")] if sources else []),
-            *_figures(measurement, beside, whole),
-            *_rates(compared.problem, measurement, rates, bound.us if bound else None),
-            "-" if noise else times(row.speedup),
-            "yes" if measurement.verified else "no",
-            status_text(measurement.status, measurement.error),
-            style=WINNER_STYLE if row is fastest else "",
-        )
-    return table
-
-
-def _columns(beside: bool, whole: bool) -> list[str]:
-    """The columns of latencies. With `beside`: in place, and back to back, for which narrow tables have no room."""
-    return ["in place us [95 %]>", "back to back us>"][: None if whole else 1] if beside else ["median us>"]
-
-
-def _shows_both(measured: Iterable[Measurement]) -> bool:
-    return any(measurement.candidate.conditions.in_place for measurement in measured)
-
-
-def _figures(measurement: Measurement, beside: bool, whole: bool) -> list[str]:
-    us = microseconds(measurement.latency_us)
-    if not beside:
-        return [us]
-    if not measurement.candidate.conditions.in_place:  # eager calls have no figure in place
-        eager = f"{us} ({measurement.candidate.conditions.mode})"
-        return ["-", eager] if whole else [eager]
-    ends = f" [{', '.join(map(microseconds, median_interval(measurement.rounds)))}]" if measurement.samples else ""
-    return [us + ends, microseconds(measurement.back_to_back_us)][: None if whole else 1]
 
 
 def _failed(compared: Comparison) -> Text:
@@ -298,7 +272,6 @@ def means(compared: Sequence[Comparison]) -> Table | Text:
 
 
 def _distance(compared: Comparison) -> str:
-    """How far the tuned config is from its bound."""
     bound, us, part = bounds.bound_of(compared), bounds.tuned_us(compared), registry.of(compared.problem).part
     if bound is None:
         return f"{part.row} is {part.part}: a bound" if part and compared.row(part.row) else ""
@@ -391,7 +364,6 @@ def _stamped(traced: Timeline) -> Table:
 
 
 def answer(problem: Problem, hardware: Hardware, answer_: Answer) -> Table:
-    """The config that the run-time library would use, and why."""
     table = grid(title(problem), place(hardware), header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
@@ -418,10 +390,10 @@ def exported(path: Path, entries: Sequence[Entry]) -> Fitting:
 def imported(path: Path, outcomes: Sequence[MergeOutcome]) -> Fitting:
     """The outcome of the import for each winner of a file."""
     rows = []
-    for outcome in outcomes:
-        problem, config, margin = _of_winner(outcome.entry.winner)
-        what = Text(outcome.what, "dim" if outcome.what == "kept" else "green")
-        rows.append((problem, what, config, margin, Text(outcome.entry.by or "-"), Text(outcome.reason)))
+    for merged in outcomes:
+        problem, config, margin = _of_winner(merged.entry.winner)
+        what = Text(merged.what, "dim" if merged.what == "kept" else "green")
+        rows.append((problem, what, config, margin, Text(merged.entry.by or "-"), Text(merged.reason)))
     summary = counts(Counter(outcome.what for outcome in outcomes))
     names = "problem", "outcome", "config", "vs BSP [95 %]>", "tuned by", "reason"
     return listing(f"{number(len(outcomes), 'winner')} in {path}: {summary}", [], names, rows)
@@ -430,12 +402,6 @@ def imported(path: Path, outcomes: Sequence[MergeOutcome]) -> Fitting:
 def _of_winner(winner: WinnerRecord) -> tuple[Text, Text, str]:
     margin = f"{times(winner.speedup)} {interval((winner.interval_low, winner.interval_high))}"
     return Text(f"{title(winner.problem)} ({winner.conditions.key})"), config_text(winner.config), margin
-
-
-def reported(path: Path, winners: int, trials: int, comparisons: int) -> Text:
-    """The numbers of winners, trials and comparisons on a page."""
-    summary = f"{number(winners, 'winner')}, {number(trials, 'trial')} and {number(comparisons, 'comparison')}"
-    return Text(f"{path} shows {summary}")
 
 
 def surveyed(problem: Problem, hardware: Hardware, configs: Sequence[Surveyed]) -> Table:
@@ -466,24 +432,6 @@ def _most(figures: Iterable[int | None]) -> int | None:
 def _bytes(count: int | None) -> str:
     """`-`, `48 B`, `176.0 KiB`"""
     return "-" if count is None else f"{count} B" if count < 1024 else f"{count / 1024:.1f} KiB"
-
-
-def outcome(verdict: Verdict) -> str:
-    """How a run ended, in one line: `push wins: 1.31x faster than BSP (95 % CI 1.28 to 1.33); 60 trials (60 ok) in 1:12`"""
-    tried = f"{number(sum(verdict.trials.values()), 'trial')} ({counts(verdict.trials)}) in {duration(verdict.seconds)}"
-    if verdict.winner is None:
-        ended = "interrupted before a verdict" if verdict.interrupted else "no winner: nothing could be verified"
-        ended = "no winner: the time limit came first" if verdict.late else ended
-    elif verdict.tie:
-        ended = "Differences are within noise; BSP is kept"
-    elif verdict.winner.measurement.config.variant == "bsp":
-        ended = f"Nothing beats BSP ({microseconds(verdict.winner.measurement.latency_us)} us) yet"
-    else:
-        low, high = verdict.winner.interval
-        ended = f"{verdict.winner.measurement.config.variant} wins"
-        if not scatter_of(verdict):
-            ended += f": {faster(verdict.winner.speedup)} (95 % CI {low:.2f} to {high:.2f})"
-    return f"{ended}; {tried}"
 
 
 def _background(verdict: Verdict) -> list[str]:

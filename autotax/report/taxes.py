@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ import msgspec
 
 from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError
-from autotax.core.validation import ConfigShape, Malformed, Name, Positive, Sample, converted, from_json, problem_of, read_bytes
-from autotax.db.file_format import ConditionsShape, HardwareShape
+from autotax.core.files import ConfigShape, Malformed, Name, Positive, Sample, converted, from_json, read_bytes
+from autotax.db.formats import ConditionsShape, HardwareShape
 from autotax.operators import Operator, registry
+from autotax.operators.problem_files import problem_of
 from autotax.tuner.comparison import TUNED, Comparison
 
 Document = dict[str, Any]
@@ -122,14 +123,17 @@ def won_back(document: Document) -> float | None:
 
 
 def _verified(document: Document) -> dict[str, float]:
-    """The latency of each verified row."""
     return {row["name"]: row["latency_us"] for row in document["rows"] if row["verified"] and row["latency_us"] is not None}
 
 
 def fastest_us(document: Document) -> float:
     """The least latency of the verified rows that do all of the work."""
-    part = registry.named(document["problem"]["op"]).part
-    return min((us for name, us in _verified(document).items() if part is None or name != part.row), default=math.inf)
+    return _fastest(_verified(document), registry.named(document["problem"]["op"]))
+
+
+def _fastest(us: Mapping[str, float], operator: Operator[Any]) -> float:
+    part = operator.part.row if operator.part else None
+    return min((of_row for name, of_row in us.items() if name != part), default=math.inf)
 
 
 def _by_bounds(whole: float, rows: dict[str, float], operator: Operator[Any], bounds: dict[str, float]) -> list[Tax]:
@@ -179,7 +183,6 @@ class Bound:
 
     @property
     def us(self) -> float:
-        """The greatest bound."""
         return max(self.parts.values())
 
 
@@ -192,10 +195,8 @@ def known_us(comparison: Comparison) -> dict[str, float]:
 
 
 def _fastest_us(comparison: Comparison) -> float:
-    """The least latency of the verified rows that do all of the work."""
-    part = registry.of(comparison.problem).part
-    whole = [row for row in comparison.rows if row.measurement.verified and not (part and row.name == part.row)]
-    return min((row.measurement.latency_us or math.inf for row in whole), default=math.inf)
+    us = {row.name: row.measurement.latency_us or math.inf for row in comparison.rows if row.measurement.verified}
+    return _fastest(us, registry.of(comparison.problem))
 
 
 def bound_of(comparison: Comparison) -> Bound | None:

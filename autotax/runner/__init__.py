@@ -1,7 +1,4 @@
-"""Runs a config on all ranks: rank pool, watchdog, measurement. Live and replayed runs share one interface.
-
-Every rank imports this package when it starts.
-"""
+"""Runs a config on all ranks; live and replayed runs share one interface. Every rank imports this package at its start."""
 
 from autotax.runner.local_runner import LiveRunner
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Runner

@@ -111,9 +111,7 @@ class Stamps:
 
 
 def spans_of(rows: torch.Tensor, marks: Sequence[Mark]) -> list[Span]:
-    """Converts records [count, RECORD] to spans, sorted by their begins. Of warps of a program with the same spans only the first
-    is kept.
-    """
+    """Converts records [count, RECORD] to spans, sorted by their begins. Warps of a program with equal spans count once."""
     halves = rows.contiguous().view(torch.int32).view(-1, 2 * RECORD).tolist()
     warps: dict[tuple[str, int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for time, (_, _, program, warp, code, processor, *_) in zip(rows[:, 0].tolist(), halves, strict=True):
@@ -145,10 +143,7 @@ def forget_compiled() -> None:
 
 @contextmanager
 def stamping(stamps: Stamps, chosen: Callable[[str], bool]) -> Iterator[None]:
-    """Stamps kernels launched inside this context: their roles, and calls of device functions whose names are `chosen`.
-
-    Calls inside a chosen function are not stamped, because they are part of it. Triton's cache is left as it was.
-    """
+    """Stamps kernels launched inside: their roles, and calls of `chosen` device functions. Triton's cache stays as it was."""
     usual_call, usual_body, usual_return = (
         CodeGenerator.call_JitFunction, CodeGenerator.visit_compound_statement, CodeGenerator.visit_Return
     )  # fmt: skip

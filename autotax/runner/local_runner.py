@@ -5,22 +5,251 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from autotax.core.config import Config
-from autotax.core.errors import MachineError
+from autotax.core.errors import MachineError, UsageError, joined
 from autotax.core.problem import Problem
-from autotax.hardware import Hardware, check_world_size
+from autotax.hardware import HARDWARE_QUEUES, LOOPBACK, Hardware, check_loopback, check_world_size
 from autotax.operators import loaded
-from autotax.runner import gpu_contention
-from autotax.runner.fork_server import ForkServer
-from autotax.runner.measurement import Candidate, Effort, Job, Meanwhile, Measurement, Watch
-from autotax.runner.pool import GroupLost, RankPool
+from autotax.operators.registry import fingerprints
+from autotax.runner.measurement import (
+    Candidate,
+    Effort,
+    Fatal,
+    Hello,
+    Job,
+    Meanwhile,
+    Measurement,
+    Raised,
+    RankSetup,
+    Report,
+    Stage,
+    TimeIsUp,
+    Watch,
+    device_addresses,
+    device_uuids,
+    look,
+    look_amd,
+)
 from autotax.runner.precompile import CompileAhead
-from autotax.runner.processes import disk_is_full, full_disk, tells_of_full_disk
+from autotax.runner.processes import INTERPRETED, Child, ForkServer, disk_is_full, full_disk, tells_of_full_disk
 from autotax.software import Environment
+
+# The group of rank processes, seen from the tuner: started together, answering together, killed together. Nothing is left behind,
+# even after a crash: ranks die with the tuner, their heaps are anonymous memory, and their output goes to files without a name.
+
+START_DEADLINE_S = 180.0
+CLOSING_S = 1.0
+"""The sockets of a process that ends close before its pipe, so a peer may report the closed socket this much earlier."""
+GRACE_S = 5.0
+"""Time for the peers of a rank that raised to agree on the error. Afterwards they are assumed to wait for that rank forever."""
+LAST_WORDS_S = 1.0
+"""Time for the other ranks to report their errors after a rank has ended."""
+
+
+class GroupLost(RuntimeError):
+    """The group could not finish a job and has been killed. `status` is `hang`, `crash` or `out_of_resources`; the message names
+    the ranks and their stages, first the rank that failed first.
+    """
+
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """`at` is the time of the error, `until` the time at which the group is given up because of it."""
+
+    status: str
+    text: str
+    at: float
+    until: float
+
+
+@dataclass
+class _Rank:
+    rank: int
+    child: Child
+    stage: str = "starting"
+    answer: Any = None
+    failure: _Failure | None = None
+    ended: bool = False
+
+    @property
+    def pipe(self) -> Connection:
+        return self.child.pipe
+
+    def end(self, text: str, at: float) -> None:
+        """Notes that the rank has ended, for this reason or because of an error that it raised before."""
+        first = self.failure or _Failure("crash", text, at, 0.0)
+        self.ended, self.failure = True, replace(first, until=time.monotonic() + LAST_WORDS_S)
+
+
+@dataclass
+class RankPool:
+    """`world_size` ranks: `start`, then `run`; after GroupLost start again; `close` ends them and the server that forks them."""
+
+    hardware: Hardware
+    world_size: int
+    heap_bytes: int
+    modules: tuple[str, ...] = ()
+    server: ForkServer = field(default_factory=ForkServer)
+    ranks: list[_Rank] = field(default_factory=list)
+    _meeting: Any = None
+
+    @property
+    def running(self) -> bool:
+        """Whether all ranks are alive; one may have died while it had nothing to do, which is no candidate's fault."""
+        return bool(self.ranks) and all(rank.child.process.poll() is None for rank in self.ranks)
+
+    def start(self, until: float = math.inf) -> Environment:
+        """Starts the ranks and waits until all are ready; returns the software that they all run.
+
+        Raises GroupLost if they do not come up, MachineError if they cannot meet, UsageError if they do not all run the same code
+        and packages, TimeIsUp at the monotonic time `until`.
+        """
+        self.kill()
+        check_loopback()
+        for rank in range(self.world_size):
+            self.ranks.append(_Rank(rank, self.server.child("autotax.runner.rank_worker", (), self._environment())))
+
+        from autotax.heap.world import Meeting  # only now: the fork server imports torch at the same time
+
+        # A store remembers the group that used it: each group gets a new one.
+        self._meeting = Meeting()
+        for member in self.ranks:
+            setup = member.rank, self.world_size, self.hardware.backend, self._meeting.address, self.heap_bytes, self.modules
+            with suppress(BrokenPipeError):  # the process died at once; the code that waits for it notices
+                member.pipe.send(RankSetup(*setup))
+        hellos = self._collect(START_DEADLINE_S, START_DEADLINE_S, until)
+        environments = [hello.environment for hello in hellos if isinstance(hello, Hello)]
+        for rank, other in enumerate(environments):
+            if other != environments[0]:
+                pairs = zip(other.to_dict().items(), environments[0].to_dict().values(), strict=True)
+                differing = [f"{name} {value!r} against {first!r}" for (name, value), first in pairs if value != first]
+                self.kill()
+                raise UsageError(f"rank {rank} runs other code than rank 0 ({', '.join(differing)}): install the same on all")
+        for rank, hello in enumerate(hello for hello in hellos if isinstance(hello, Hello)):
+            loaded = dict(hello.loaded)
+            if differing := [name for name, digest in fingerprints().items() if loaded.get(name, digest) != digest]:
+                self.kill()
+                raise UsageError(f"rank {rank} has loaded another {differing[0]} than this process: it was edited; start again")
+        return environments[0]
+
+    def run(
+        self, job: Job, silence_s: float, total_s: float, meanwhile: Callable[[], None] | None = None, until: float = math.inf
+    ) -> list[Report]:
+        """Runs a job on all ranks, and `meanwhile` in this process. Returns the report of every rank.
+
+        Kills the group and raises GroupLost when a rank ends, when its peers wait for a rank that raised, when all ranks are
+        silent for `silence_s`, or after `total_s`. Kills it and raises TimeIsUp at the monotonic time `until`. Raises
+        MachineError when a rank met a full disk. An error of `meanwhile` kills the group, then reaches the caller.
+        """
+        def send_then() -> None:
+            for rank in self.ranks:
+                rank.answer, rank.stage = None, "receiving the job"
+                with suppress(BrokenPipeError):  # that rank is dead, which is noticed below
+                    rank.child.send(job)
+            if meanwhile:
+                meanwhile()
+
+        return self._collect(silence_s, total_s, until, send_then)
+
+    def kill(self) -> None:
+        """Kills all ranks at once. Safe to call twice."""
+        for rank in self.ranks:
+            rank.child.stop()
+        for rank in self.ranks:
+            rank.child.kill()
+        self.ranks = []
+        self._meeting = None
+
+    def close(self) -> None:
+        """Ends the ranks and their server. Safe to call twice."""
+        try:
+            self.kill()
+        finally:
+            self.server.close()
+
+    def _environment(self) -> dict[str, str]:
+        alike = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK)
+        if self.hardware.backend == "rocm":
+            # Streams share hardware queues. A copy queued behind a kernel that waits for this copy, in the same queue, would
+            # never begin.
+            return alike | {"GPU_MAX_HW_QUEUES": os.environ.get("GPU_MAX_HW_QUEUES", str(HARDWARE_QUEUES))}
+        return alike if self.hardware.on_gpu else alike | INTERPRETED | {"CUDA_VISIBLE_DEVICES": ""}
+
+    def _collect(self, silence_s: float, total_s: float, until: float, first: Callable[[], None] | None = None) -> list[Any]:
+        """One answer from each rank, after `first`; else kills the group and raises GroupLost, TimeIsUp or MachineError."""
+        try:
+            if first:
+                first()
+            return self._answers(silence_s, total_s, until)
+        except BaseException:  # on Ctrl-C too: a late answer would be taken for the answer to the next job
+            self.kill()
+            raise
+
+    def _answers(self, silence_s: float, total_s: float, until: float) -> list[Any]:
+        started = looked = time.monotonic()
+        last = min(started + total_s, until)
+        deadline = min(last, started + silence_s)
+        waiting = {rank.pipe: rank for rank in self.ranks}
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                self._receive(rank, looked)
+                if rank.answer is not None or rank.ended:
+                    del waiting[pipe]  # type: ignore[arg-type]
+            looked = time.monotonic()
+            given_up = (rank.failure.until for rank in self.ranks if rank.failure)
+            deadline = min(last, looked + silence_s, *given_up)
+        if not waiting and not any(rank.failure for rank in self.ranks):
+            return [rank.answer for rank in self.ranks]
+        if time.monotonic() >= until and not any(rank.failure for rank in self.ranks):
+            raise TimeIsUp(", ".join(f"rank {rank.rank} at '{rank.stage}'" for rank in waiting.values()))
+        late = time.monotonic() >= started + total_s
+        waited = f"not done after {total_s:.0f} s" if late else f"no answer within {silence_s:.0f} s"
+        raise self._lost(list(waiting.values()), waited)
+
+    def _receive(self, rank: _Rank, looked: float) -> None:
+        """Takes a rank's next message. A rank without one ended at some time since the pool last `looked`."""
+        try:
+            message = rank.pipe.recv()
+        except (EOFError, OSError):  # it ended, or it was stopped in the middle of a message
+            rank.end(f"{rank.child.last_words()} (at '{rank.stage}')", looked - CLOSING_S)
+            return
+        if isinstance(message, Stage):
+            rank.stage, rank.failure = message.text, None
+        elif isinstance(message, Raised):
+            text, until = f"failed at '{rank.stage}': {message.text}", time.monotonic() + GRACE_S
+            rank.failure = _Failure(message.status, text, message.at, until)
+        elif isinstance(message, Fatal):
+            rank.end(f"failed at '{rank.stage}': {message.text}", message.at)
+        else:
+            rank.answer, rank.failure = message, None
+
+    def _lost(self, silent: Sequence[_Rank], waited: str) -> GroupLost | MachineError:
+        failed = sorted((rank.failure.at, rank.rank, rank.failure) for rank in self.ranks if rank.failure)
+        for _, number, failure in failed:
+            if tells_of_full_disk(failure.text):
+                return disk_is_full(f"on rank {number}", failure.text)
+        if failed:  # the first error causes the errors of the other ranks
+            reports = [f"rank {number} {failure.text}" for _, number, failure in failed]
+            return GroupLost(failed[0][2].status, joined(reports))
+        stuck = [f"rank {rank.rank} at '{rank.stage}'" for rank in silent]
+        return GroupLost("hang", f"{waited}: {', '.join(stuck)}")
+
+
+# The runner.
 
 GPU_DEADLINE_S = 60.0
 CPU_DEADLINE_S = 60.0
@@ -173,9 +402,7 @@ class LiveRunner:
             self._news = self._neighbours()
 
     def _start(self, until: float) -> Environment:
-        """Starts the ranks, in several attempts: lost ranks may hold their devices a moment longer, and a rank may be killed as
-        it starts.
-        """
+        """Starts the ranks, in several attempts: lost ranks may hold their devices a moment longer."""
         for attempt in range(1, STARTS + 1):
             try:
                 return self.pool.start(until)
@@ -199,9 +426,9 @@ class LiveRunner:
     def _neighbours(self) -> tuple[str, ...]:
         ours = {os.getpid(), *(rank.child.process.pid for rank in self.pool.ranks)}
         if self.hardware.backend == "cuda":
-            return gpu_contention.look(gpu_contention.device_uuids(self.pool.world_size), ours)
+            return look(device_uuids(self.pool.world_size), ours)
         if self.hardware.backend == "rocm":
-            return gpu_contention.look_amd(gpu_contention.device_addresses(self.pool.world_size), ours)
+            return look_amd(device_addresses(self.pool.world_size), ours)
         return ()
 
     def _conditions(self, candidate: Candidate) -> dict[str, Any]:

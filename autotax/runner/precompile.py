@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 
 from autotax.core.config import Config
@@ -20,9 +20,8 @@ from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.kernels.resources import Resources
 from autotax.operators import load, loaded
-from autotax.runner.fork_server import ForkServer
 from autotax.runner.measurement import Compilation, CompilerAnswer, CompilerReady
-from autotax.runner.processes import Child, die_with_parent, full_disk
+from autotax.runner.processes import Child, ForkServer, die_with_parent, full_disk
 
 DEADLINE_S = 60.0
 
@@ -35,28 +34,21 @@ class _Compiler:
     deadline: float = 0.0
 
 
+@dataclass
 class CompileAhead:
     """`workers` compilers for `hardware`, forked by `server` at the first tasks. Lost compilers are replaced one by one.
 
     If compilers cannot start, nothing is compiled ahead, and the ranks compile themselves.
     """
 
-    def __init__(
-        self,
-        hardware: Hardware,
-        workers: int,
-        modules: tuple[str, ...] = (),
-        deadline_s: float = DEADLINE_S,
-        server: ForkServer | None = None,
-    ) -> None:
-        self.hardware = hardware
-        self.workers = workers
-        self.server = server or ForkServer()
-        self.modules = modules
-        self.deadline_s = deadline_s
-        self._queue: deque[Compilation] = deque()
-        self._compilers: list[_Compiler] = []
-        self._outcomes: dict[Compilation, CompilerAnswer] = {}
+    hardware: Hardware
+    workers: int
+    modules: tuple[str, ...] = ()
+    deadline_s: float = DEADLINE_S
+    server: ForkServer = field(default_factory=ForkServer)
+    _queue: deque[Compilation] = field(default_factory=deque)
+    _compilers: list[_Compiler] = field(default_factory=list)
+    _outcomes: dict[Compilation, CompilerAnswer] = field(default_factory=dict)
 
     def expect(self, problem: Problem, configs: Sequence[Config]) -> None:
         """Announces configs that may be measured soon; new ones are compiled."""

@@ -1,24 +1,32 @@
-"""Child processes: a child runs a module in a separate Python with a pipe to it, and never outlives its parent."""
+"""Child processes, which never outlive their parent: new ones, and forks of a process that has done the slow imports."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import gc
+import hashlib
+import importlib
+import json
 import multiprocessing
 import os
+import secrets
+import selectors
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import IO, Protocol
+from pathlib import Path
+from typing import IO, Any, Protocol
 
-from autotax.core.errors import MachineError
+from autotax.core.errors import MachineError, causes
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
@@ -78,9 +86,7 @@ class _Executed(subprocess.Popen[bytes]):
 
 @dataclass
 class Child:
-    """A process with a pipe to it. Its output goes to a file without a name; if it dies, the error message quotes the last line
-    of its present task.
-    """
+    """A process with a pipe to it, and a file without a name for its output; if it dies, an error quotes its last line."""
 
     process: Process
     pipe: Connection
@@ -125,9 +131,7 @@ class Child:
             self.process.end()
 
     def kill(self) -> None:
-        """Ends it at once with all it started, and waits until it is gone. Safe to call twice. Raises MachineError if it stays,
-        as a process stuck in a driver does.
-        """
+        """Ends it at once with all it started, and waits. Safe to call twice. Raises MachineError if it is stuck in a driver."""
         self.stop()
         try:
             self.process.wait(ENDING_S)
@@ -162,16 +166,330 @@ def tells_of_full_disk(text: str | None) -> bool:
 
 def full_disk(error: BaseException) -> str | None:
     """The message about a full disk in an exception or its causes; None if there is none."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if tells_of_full_disk(str(seen)):
-            return f"{type(seen).__name__}: {seen}"
-        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
-            return f"{type(seen).__name__}: {os.strerror(seen.errno)}"
-        seen = seen.__cause__ or seen.__context__
+    for cause in causes(error):
+        if tells_of_full_disk(str(cause)):
+            return f"{type(cause).__name__}: {cause}"
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"{type(cause).__name__}: {os.strerror(cause.errno)}"
     return None
 
 
 def disk_is_full(where: str, why: str) -> MachineError:
     """The error to raise for a full disk. `why` is the message of the operating system."""
     return MachineError(f"the disk is full {where} ({why}): free space and run the same command again")
+
+
+# The fork server: a process that has imported torch, Triton and all kernels, and forks a rank or a compiler at each request. The
+# imports take three seconds of a core. A process that begins with them done is there in some milliseconds.
+#
+#     client                                              server
+#     connects, sends the ends of a pipe and a file,
+#     and the module to run ----------------------------> forks, sends the process id
+#     waits for the exit code                             sends it when the process has ended
+#     closes its side, or dies -------------------------> kills the process and its group
+#
+# So no process outlives its client or the server. The server has one thread and never touches a device. It exits if it has
+# several threads, because forking would be unsafe. Clients that find no server start processes themselves.
+
+SHARED = "AUTOTAX_FORK_SERVER"
+"""Environment variable with the name of a server that many processes share, for instance in a test run."""
+INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+"""Environment variables of ranks on the CPU."""
+READ_ON_IMPORT = *INTERPRETED, "HIP_VISIBLE_DEVICES", "GPU_MAX_HW_QUEUES"
+"""Variables that libraries read when Triton and torch are imported: processes that differ in these cannot share a server. CUDA
+reads its variables at the first call; HIP was not tested.
+"""
+PRELOADED = "autotax.heap.world", "autotax.kernels.offline", "autotax.runner.precompile", "autotax.runner.rank_worker"
+"""Modules whose `main` runs in forks, and modules whose import takes long."""
+NUMBER = struct.Struct("i")
+CREDENTIALS = struct.Struct("iII")
+"""The credentials of a process: process id, user, group."""
+LARGEST_REQUEST = 2**24
+"""Bytes. An environment with arguments has a few hundred thousand at most."""
+REQUEST_S = 10.0
+"""Timeout for the rest of a request whose first bytes have arrived; its client may have been stopped."""
+START_S = 120.0
+"""Timeout for the imports of the server."""
+
+
+def address_of(name: str, environment: Mapping[str, str]) -> str:
+    """The address of the server of this name for this Python, checkout and environment: an abstract socket without a file."""
+    shared = (sys.executable, str(Path(__file__).parent), *(environment.get(name) for name in READ_ON_IMPORT))
+    return f"\0autotax-{name}-{hashlib.sha256(repr(shared).encode()).hexdigest()[:12]}"
+
+
+class Forked:
+    """A process that a server forked for us; `poll` and `wait` are those of `subprocess.Popen`."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._connection = connection
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._connection, selectors.EVENT_READ)
+                if not selector.select(timeout):
+                    raise subprocess.TimeoutExpired([f"process {self.pid}"], timeout or 0.0)
+            answer = _receive(self._connection, NUMBER.size)
+            # A server that is gone has taken the process with it.
+            self.returncode = NUMBER.unpack(answer)[0] if answer else -signal.SIGKILL
+            self._connection.close()
+        return self.returncode
+
+    def end(self) -> None:
+        """Kills the process and its children through the server, which knows whether the process id is still its own."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
+
+class ForkServer:
+    """Forks processes at the shared server if there is one, else at a private one for each environment, once needed."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, subprocess.Popen[bytes]] = {}
+        self._token = secrets.token_hex(8)
+
+    def child(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
+        """Like `Child.start`, but faster. `module` must have a `main`, and the server must have imported it."""
+        try:
+            return Child.begin(lambda pipe, output: self._fork(module, arguments, environment_with(environment), pipe, output))
+        except OSError:  # no server forks here; if processes cannot be started at all, the next line raises
+            return Child.start(module, arguments, environment)
+
+    def _fork(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], *handed: int) -> Forked:
+        """Runs `module.main()` in a process that gets a pipe and a file to print to. Raises OSError if no server forks it."""
+        request = {"module": module, "arguments": [*arguments], "environment": environment, "folder": str(Path.cwd())}
+        text = json.dumps(request).encode()
+        connection = self._connect(environment)
+        try:
+            connection.settimeout(START_S)
+            socket.send_fds(connection, [NUMBER.pack(len(text))], handed)
+            connection.sendall(text)
+            if not (answer := _receive(connection, NUMBER.size)):
+                raise ConnectionResetError(errno.ECONNRESET, "the fork server has ended")
+            if (pid := NUMBER.unpack(answer)[0]) < 0:
+                raise OSError(-pid, os.strerror(-pid))
+            connection.settimeout(None)
+            return Forked(connection, pid)
+        except BaseException:
+            connection.close()
+            raise
+
+    def close(self) -> None:
+        """Ends our own servers and all processes that they forked. Safe to call twice."""
+        for process in self._servers.values():
+            process.kill()
+            process.wait()
+        self._servers = {}
+
+    def _connect(self, environment: Mapping[str, str]) -> socket.socket:
+        address = address_of(self._token, environment)
+        if (shared := os.environ.get(SHARED)) and address not in self._servers:
+            with suppress(OSError):
+                return _connected(address_of(shared, environment))
+        if address not in self._servers:
+            self._servers[address] = start(address, environment)
+            import autotax.heap.world  # noqa: F401 - torch, which this process needs, too, while the server imports it
+        return _connected(address)
+
+
+def start(address: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A server that listens at `address` from now on, and answers when it has imported everything."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(address)
+        listener.listen(128)
+        # numpy starts threads on import, and a process with threads must not fork.
+        one_thread = {"OPENBLAS_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            python_of("autotax.runner.processes", str(listener.fileno())),
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**environment, **one_thread, PARENT: str(os.getpid())},
+            start_new_session=True,
+        )
+
+
+def _connected(address: str) -> socket.socket:
+    """Connects to the server. Raises OSError, also if a process of another user listens at the address."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(REQUEST_S)  # the listener may accept no connection while its queue is full
+        connection.connect(address)
+        if (user := user_of(connection)) != os.geteuid():
+            raise PermissionError(errno.EPERM, f"the name of the fork server is taken by user {user}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def user_of(connection: socket.socket) -> int:
+    """The user at the other end of a Unix socket, as the kernel noted it when the socket was connected or began to listen."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return int(CREDENTIALS.unpack(credentials)[1])
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    """Reads `size` bytes; returns none if the other side has closed."""
+    received = b""
+    while len(received) < size:
+        try:
+            more = connection.recv(size - len(received))
+        except ConnectionResetError:
+            return b""
+        if not more:
+            return b""
+        received += more
+    return received
+
+
+# The server
+
+
+def import_all() -> None:
+    """Imports the modules that every rank and compiler needs. Touches no device."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    from autotax.digests import kernel_digest
+    from autotax.operators.registry import operators
+
+    # Computes and caches the digest now: the sources may be edited before the server forks.
+    kernel_digest()
+    for operator in operators().values():
+        for variant in operator.variants.values():
+            with suppress(ImportError):  # a Triton for ROCm may lack modules that variants for NVIDIA import
+                variant.kernel_class()
+
+
+class _Server:
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._clients: dict[int, socket.socket] = {}
+        """The connections of clients, by the id of the process forked for them."""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._ended = reading
+        self._selector.register(reading, selectors.EVENT_READ)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj == self._ended:
+                    os.read(self._ended, 1 << 16)
+                    self._reap()
+                elif self._clients.get(key.data) is key.fileobj:
+                    # The client closed its side. Nothing else comes from it.
+                    self._selector.unregister(key.fileobj)
+                    with suppress(ProcessLookupError):
+                        os.killpg(key.data, signal.SIGKILL)
+
+    def _accept(self) -> None:
+        client, _ = self._listener.accept()
+        if user_of(client) != os.geteuid():
+            client.close()
+            return
+        client.settimeout(REQUEST_S)
+        handed: list[int] = []
+        try:
+            size, handed, _, _ = socket.recv_fds(client, NUMBER.size, 2)
+            if len(size) < NUMBER.size:
+                raise ConnectionResetError
+            if not 0 < (length := NUMBER.unpack(size)[0]) <= LARGEST_REQUEST:
+                raise ValueError(f"{length} bytes are no request")
+            if not (text := _receive(client, length)):
+                raise ConnectionResetError
+            pid = self._fork(json.loads(text), handed, client)
+        except (OSError, ValueError) as error:  # ValueError: the message is no request
+            with suppress(OSError):
+                client.sendall(NUMBER.pack(-(getattr(error, "errno", None) or errno.EIO)))
+            client.close()
+            return
+        finally:
+            for end in handed:
+                os.close(end)
+        self._clients[pid] = client
+        self._selector.register(client, selectors.EVENT_READ, pid)
+        with suppress(OSError):
+            client.sendall(NUMBER.pack(pid))
+
+    def _fork(self, request: dict[str, Any], handed: list[int], client: socket.socket) -> int:
+        parent = os.getpid()
+        if pid := os.fork():
+            with suppress(OSError):  # both do it, for either may be the first to need it
+                os.setpgid(pid, pid)
+            return pid
+        code = 1
+        try:
+            os.setpgid(0, 0)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for open_here in (self._listener, client, *self._clients.values()):
+                open_here.close()
+            self._selector.close()
+            pipe, output = handed
+            for standard in (1, 2):
+                os.dup2(output, standard)
+            os.environ.clear()
+            os.environ.update(request["environment"], **{PARENT: str(parent)})
+            die_with_parent("autotax-fork")
+            sys.path[:] = os.environ["PYTHONPATH"].split(os.pathsep)
+            os.chdir(request["folder"])
+            sys.argv = [request["module"], str(pipe), *request["arguments"]]
+            importlib.import_module(request["module"]).main()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError):
+                    stream.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            with suppress(ProcessLookupError):  # ends the processes that the child has left behind
+                os.killpg(pid, signal.SIGKILL)
+            if client := self._clients.pop(pid, None):
+                with suppress(KeyError, ValueError):
+                    self._selector.unregister(client)
+                with suppress(OSError):
+                    client.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+                client.close()
+
+
+def main() -> None:
+    die_with_parent("autotax-server")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    import_all()
+    if len(list(Path("/proc/self/task").iterdir())) > 1:
+        sys.exit("a process with threads must not fork")
+    gc.freeze()
+    _Server(listener).serve()
+
+
+if __name__ == "__main__":
+    main()

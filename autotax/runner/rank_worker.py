@@ -1,4 +1,8 @@
-"""A rank at work: carries out jobs in lockstep with its peers."""
+"""A rank at work: carries out jobs in lockstep with its peers.
+
+Stages are pieces of work between two agreements. A candidate goes on only if a stage went well on all ranks, so that no rank
+waits in a kernel for a peer that has given up.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +17,98 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
+from autotax.core.errors import LONGEST, described
+from autotax.core.settings import TRIAL_STATUSES
 from autotax.digests import kernel_digest
-from autotax.hardware import Hardware
-from autotax.heap import World, open_heap
+from autotax.hardware import Hardware, detect
+from autotax.heap import HeapError, World, open_heap
 from autotax.heap.triton_interpreter import CPU_POLL_LIMIT, patch_interpreter
+from autotax.heap.world import meet
 from autotax.kernels.alignment import Aligner, delay
 from autotax.kernels.context import Context
 from autotax.kernels.offline import fix_cache_keys
-from autotax.operators.registry import variant_digest
-from autotax.runner.benchmark import SAMPLE_US, Bench, Soak
+from autotax.operators.registry import fingerprints, load, variant_digest
+from autotax.runner.benchmark import SAMPLE_US, VERIFIED, Bench, InputCache, KernelTimeout, Outcome, Soak, Trial, WrongResult
 from autotax.runner.measurement import Fatal, Hello, Job, Raised, RankReport, RankSetup, Reading, Report, Stage
 from autotax.runner.processes import die_with_parent, full_disk
 from autotax.runner.sampling import Sampler, Yardstick
-from autotax.runner.series import VERIFIED, InputCache
-from autotax.runner.stages import Outcome, Stages, Trial, free_device_memory
+from autotax.software import environment
+
+LOCAL = ("inputs", "compile")
+"""Stages in which no rank waits for another."""
+
+
+class Fault(Exception):
+    """A device error after which this process cannot go on."""
+
+
+class Stages:
+    """Carries out stages in step with the peers; `tell` receives each stage before it begins, and each error raised."""
+
+    def __init__(self, world: World, tell: Callable[[Stage | Raised], None]) -> None:
+        self.world = world
+        self._tell = tell
+
+    def tell(self, stage: str) -> None:
+        """Reports the current stage of this rank."""
+        self._tell(Stage(stage))
+
+    def run(self, stage: str, action: Callable[[], Any], label: str | None = None) -> Outcome:
+        """Does one stage and agrees with the peers on how it went. Collective. Raises Fault, and errors about a full disk."""
+        self.tell(label or stage)
+        status, error, figure = "ok", None, None
+        started = time.perf_counter()
+        try:
+            figure = action()
+        except Exception as problem:
+            if full_disk(problem):
+                raise
+            status = _classify(problem, stage)
+            of_code = status in ("crash", "compile_error")
+            error = f"{stage}: " + (described(problem) if of_code else f"{type(problem).__name__}: {str(problem)[-LONGEST:]}")
+            if status in ("crash", "out_of_resources") and stage not in LOCAL:  # after other errors no peer waits
+                self._tell(Raised(status, error))
+            if status == "crash" and self.world.device.type == "cuda" and not _device_answers():
+                raise Fault(error) from problem
+        seconds = time.perf_counter() - started
+        value = figure if isinstance(figure, float) else math.nan
+        statuses, values = zip(*self.world.gather((status, value), tuple[str, float]), strict=True)
+        gravest = max(statuses, key=TRIAL_STATUSES.index)
+        if gravest == "out_of_resources":
+            free_device_memory(self.world)
+        # Reports errors of the ranks with the worst status only; the others merely timed out.
+        return Outcome(gravest, error if status == gravest else None, seconds, values)
+
+
+def free_device_memory(world: World) -> None:
+    """Gives unused memory from torch back to the device, because collectives, graphs and libraries allocate there."""
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _classify(error: Exception, stage: str) -> str:
+    """The status for an exception of a stage."""
+    if isinstance(error, WrongResult):
+        return "wrong_result"
+    if isinstance(error, KernelTimeout):
+        return "hang"
+    if isinstance(error, HeapError | torch.OutOfMemoryError) or type(error).__name__ == "OutOfResources":
+        return "out_of_resources"
+    return "compile_error" if stage == "compile" else "crash"
+
+
+def _device_answers() -> bool:
+    """Whether the device can still be used. After an illegal access it cannot be used in this process."""
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return False
+    return True
+
 
 HEAP_STEP = 2 << 20
 """Bytes of a page of device memory."""
@@ -200,13 +279,6 @@ def _step(job: Job) -> dict[str, str]:
 
 def serve(pipe: Connection) -> None:
     # The pool has set the environment variable that tells Triton whether to interpret kernels.
-    from autotax.hardware import detect
-    from autotax.heap import World
-    from autotax.heap.rendezvous import meet
-    from autotax.kernels.offline import fix_cache_keys
-    from autotax.operators.registry import fingerprints, load
-    from autotax.software import environment
-
     fix_cache_keys()
     try:
         setup = pipe.recv()

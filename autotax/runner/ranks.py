@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from autotax.heap.rendezvous import Meeting, meet
 from autotax.heap.triton_interpreter import patch_interpreter
-from autotax.heap.world import World
+from autotax.heap.world import Meeting, World, meet
 from autotax.operators import load
-from autotax.runner.fork_server import INTERPRETED
+from autotax.runner.processes import INTERPRETED
 
 GRACE = 3.0
 """Seconds for the other ranks to report once one has failed."""
@@ -133,9 +132,7 @@ class Ranks:
         return Path(self._stacks.name, f"{rank}.txt")
 
 
-def run_ranks(
-    function: Callable[..., Any], world_size: int, backend: str = "cpu", *args: Any, timeout: float = 60
-) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, backend: str = "cpu", *args: Any, timeout: float = 60) -> list[Any]:
     """`function(world, *args)` on `world_size` new processes; their results in rank order. Raises RankFailure."""
     with Ranks(world_size, backend) as ranks:
         return ranks.run(function, *args, timeout=timeout)

@@ -19,9 +19,8 @@ import torch
 from autotax.heap import World
 from autotax.kernels.alignment import Aligner, delay
 from autotax.kernels.context import Context
+from autotax.runner.benchmark import Series, Trial
 from autotax.runner.measurement import Effort, Reading
-from autotax.runner.series import Series
-from autotax.runner.stages import Trial
 
 GPU_REPEATS = 4
 CPU_REPEATS = 10

@@ -179,8 +179,7 @@ def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardw
     """One recorded call on this rank. Collective. Raises RuntimeError for a wrong result and for a wait that gave up."""
     from autotax.kernels import prepare
     from autotax.kernels.offline import fix_cache_keys
-    from autotax.operators.calls import make_inputs, reference
-    from autotax.operators.verification import TOLERANCE, relative_error
+    from autotax.operators.verification import TOLERANCE, make_inputs, reference, relative_error
     from autotax.runner.device_timestamps import Stamps, stamping
     from autotax.runner.local_runner import CPU_HEAP_BYTES, GPU_HEAP_BYTES
     from autotax.runner.rank_worker import open_context
@@ -263,9 +262,7 @@ def _interpreted(call: Callable[[], Any], context: Any) -> tuple[Any, list[Slice
 
 @contextmanager
 def _recording(slices: list[Slice], context: Any) -> Iterator[None]:
-    """Records the kernels, programs and device functions of the Triton interpreter in this process, on the clock of the host. The
-    kernels are not changed.
-    """
+    """Records kernels, programs and device functions of Triton's interpreter in this process, on the clock of the host."""
     from triton.runtime import interpreter
 
     track, program = "host", ("", 0.0)
@@ -366,7 +363,8 @@ def chrome(timeline: Timeline) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for rank, slices in enumerate(timeline.ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
-        for thread, track in enumerate(_tracks(slices)):
+        tracks = sorted({part.track for part in slices}, key=lambda track: (track != "host", len(track), track))
+        for thread, track in enumerate(tracks):
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": track}})
             events.append({"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": thread, "args": {"sort_index": thread}})
             events += [
@@ -388,7 +386,3 @@ def chrome(timeline: Timeline) -> dict[str, Any]:
         "categories": "by the names of kernels and device functions",
     }
     return {"displayTimeUnit": "ns", "otherData": about, "traceEvents": events}
-
-
-def _tracks(slices: Sequence[Slice]) -> list[str]:
-    return sorted({part.track for part in slices}, key=lambda track: (track != "host", len(track), track))

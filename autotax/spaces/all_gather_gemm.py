@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autotax.core.config import Config, Value
@@ -34,23 +34,15 @@ MOST_ROWS_ACROSS = 128
 LEAST_HALF = 1024
 """Fewest rows of a chunk in seeds that cut shards."""
 CONTROL_BYTES = {"cuda": 1024}
-"""Shared memory beside the blocks of a pipeline: barriers and data exchanged between the threads of a program. On ROCm threads
-exchange none while a pipeline runs.
-"""
+"""Shared memory beside the blocks of a pipeline, for barriers and exchange between threads. On ROCm there is none."""
 ACCUMULATOR_REGISTERS = 160
 """Most float32 accumulators per thread that leave registers for the loop."""
 FLOAT32_REGISTERS, FLOAT32_BLOCK_K = 32, 32
-"""The limit of accumulators and the largest block of K where no tensor core multiplies float32. A thread then keeps its operands
-in registers too.
-"""
+"""Most accumulators and largest block of K where no tensor core multiplies float32, and operands take registers, too."""
 COSTS_OF_PARTS = (2.0, 1.2)
-"""Time of one split-K part over its share of the tile's time; measured 1.1 to 2.6 (results/notes/all-gather-gemm.md). Seeds
-assume the first value, then the second.
-"""
+"""Time of a split-K part over its share of the tile's, in first and last seeds; measured 1.1 to 2.6 (results/notes)."""
 RATES = {32768: 1.0, 16384: 0.9, 8192: 0.75, 4096: 0.55}
-"""Relative GEMM rate of NVIDIA GPUs by elements of a tile; the largest tile has 1. Smaller tiles read more of A and B per
-product. Sizes not listed are slower still.
-"""
+"""Relative GEMM rate of NVIDIA GPUs by elements of a tile. Smaller tiles read more; sizes not listed are slower still."""
 AMD_REGISTERS, AMD_ADDRESSES = 512, 50
 """32-bit registers per lane of a SIMD, shared by its waves; and about how many a wave needs for addresses and counters."""
 MOST_SPILLS = 64
@@ -72,11 +64,6 @@ def can_use_tma(problem: AllGatherGemm, hardware: Hardware) -> bool:
 def _without_tensor_cores(problem: AllGatherGemm, hardware: Hardware) -> bool:
     """Whether tensor cores cannot be used: NVIDIA's round float32 to fewer bits (TF32), which these kernels do not accept."""
     return problem.dtype == "fp32" and hardware.backend == "cuda"
-
-
-def may_lie_across(problem: AllGatherGemm) -> bool:
-    """Whether a shard has so few rows that tiles across shards are worth a local copy of this rank's shard."""
-    return problem.shard == "m" and problem.world_size > 1 and problem.shard_rows <= MOST_ROWS_ACROSS
 
 
 def tile_parameters(problem: AllGatherGemm, hardware: Hardware, *, across: bool = False) -> dict[str, tuple[Value, ...]]:
@@ -249,9 +236,7 @@ def _tile_seeds(problem: AllGatherGemm, hardware: Hardware, *, across: bool = Fa
 
 
 def _made_to_fit(problem: AllGatherGemm, hardware: Hardware, tile: dict[str, int]) -> dict[str, Value]:
-    """The tile with as many stages as shared memory has room for, and a smaller block of K where even two stages do not fit;
-    empty if nothing fits.
-    """
+    """The tile with as many stages as fit in shared memory, else with a smaller block of K; empty if nothing fits."""
     for k in (size for size in (tile["block_k"], 64, 32) if size <= tile["block_k"]):
         for stages in range(tile["num_stages"], 1, -1):
             if _pipeline_fits(problem, hardware, tile["block_m"], tile["block_n"], k, stages):
@@ -325,12 +310,7 @@ def for_dies(space: VariantSpace, problem: AllGatherGemm, hardware: Hardware, *,
     )
 
 
-def bsp(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
-    """The baseline has no parameters, but for e4m3 its product."""
-    if problem.dtype != "e4m3":
-        return VariantSpace("bsp", seeds=(Config("bsp"),))
-    seeds = tuple(Config.of("bsp", choice) for choice in scaled.choices(problem, problem.m, hardware)[:3])
-    return VariantSpace("bsp", scaled.parameters(problem, problem.m, hardware), (scaled.whole(),), seeds)
+bsp = scaled.bsp
 
 
 def scaled_decomposed(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
@@ -375,9 +355,7 @@ def scaled_packets(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace |
 
 
 def copy_engine(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
-    """Large shards get a seed that sends halves: with slow links, tiles can then start on the first half of the last shard. A
-    chunk costs 5 us.
-    """
+    """Large shards get a seed that sends halves, on the first of which tiles can start. A chunk costs 5 us."""
     if problem.weight != "nk" or problem.dtype == "e4m3":
         return None
     orders, chunks = order_parameters(problem), chunk_parameters(problem)
@@ -457,7 +435,8 @@ def push(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """If a shard has few rows, a tile may span several shards."""
     if problem.weight != "nk" or problem.dtype == "e4m3":
         return None
-    across = int(may_lie_across(problem))
+    # With few rows in a shard, tiles across shards are worth a local copy of this rank's shard.
+    across = int(problem.shard == "m" and problem.world_size > 1 and problem.shard_rows <= MOST_ROWS_ACROSS)
     highest = max(tile_parameters(problem, hardware)["block_m"])
     within = Constraint(
         ("block_m", "across"), lambda block, across: across == 1 or block <= highest, "the tile is higher than a shard"
@@ -490,17 +469,12 @@ that every processor reads a share of B.
 """
 
 
-def one_shard(problem: AllGatherGemm) -> AllGatherGemm:
-    """The same GEMM as a problem with one shard: it starts when all of A has arrived, so the owner of a row does not matter."""
-    return replace(problem, shard="m", world_size=1)
-
-
 def push_packets(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """None for many rows, for shards that are not whole words, and where the warp-specialized `push_words` exists."""
     whole = problem.shard_cols * problem.item_size % WORD_BYTES == 0 and problem.weight == "nk" and problem.dtype != "e4m3"
     if problem.m > MOST_ROWS or not whole or hardware.target == HAS_PUSH_WORDS:
         return None
-    product = one_shard(problem)
+    product = replace(problem, shard="m", world_size=1)  # it starts when all of A is there, so owners of rows do not matter
     tiles = tile_parameters(product, hardware)
     allowed: dict[str, tuple[Value, ...]] = {
         **tiles,
@@ -511,32 +485,31 @@ def push_packets(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | N
     }
     constraints = (*tile_constraints(product, hardware), *split_constraints(product, hardware))
     space = VariantSpace("push_packets", allowed, constraints)
-    return replace(space, seeds=_push_packets_seeds(product, hardware, space))
+    high = min(HIGHEST, int(tiles["block_m"][-1]))
+    firsts: list[dict[str, Value]] = [{"block_m": high, "piece": piece} for piece in PACKET_PIECES]
+    return with_narrow_tiles(space, hardware, lambda m, n: count_tiles(product, m, n), SHAPES, firsts)
 
 
-def _push_packets_seeds(product: AllGatherGemm, hardware: Hardware, space: VariantSpace) -> tuple[Config, ...]:
-    """Tiles with as many stages as fit, with or without split-K, whichever takes fewer waves. Longer pieces follow."""
+def with_narrow_tiles(
+    space: VariantSpace, hardware: Hardware, count: Callable[[int, int], int], shapes: Sequence[tuple[int, int, int, int]],
+    firsts: Sequence[dict[str, Value]], *, shallower: bool = True,
+) -> VariantSpace:  # fmt: skip
+    """Adds seeds: tiles of these shapes with split-K or without it, whichever takes fewer waves. `firsts` are values that come up
+    one after the other, and `count` counts the tiles of a call. With `shallower` a tile has as many stages as fit.
+    """
     allowed = space.parameters
-    high = min(HIGHEST, int(allowed["block_m"][-1]))
     seeds: dict[Config, None] = {}
-    for piece in allowed["piece"]:
-        for n, k, stages, warps in SHAPES:
-            values: dict[str, Value] = {name: choices[0] for name, choices in allowed.items()}
-            values |= {
-                "block_m": high,
-                "block_n": min(n, int(allowed["block_n"][-1])),
-                "block_k": min(k, int(allowed["block_k"][-1])),
-                "num_warps": warps if warps in allowed["num_warps"] else allowed["num_warps"][0],
-                "piece": piece,
-            }
-            number = count_tiles(product, high, int(values["block_n"]))
+    for first in firsts:
+        for n, k, stages, warps in shapes:
+            values = {name: choices[0] for name, choices in allowed.items()} | first
+            values |= {"block_n": min(n, int(allowed["block_n"][-1])), "block_k": min(k, int(allowed["block_k"][-1]))}
+            values |= {"num_warps": warps} if warps in allowed["num_warps"] else {}
+            number = count(int(values["block_m"]), int(values["block_n"]))
             values["splits"] = best_splits(number, hardware.processors, allowed["splits"], COSTS_OF_PARTS[1])
             depths = [depth for depth in reversed(allowed["num_stages"]) if int(depth) <= stages]
-            configs = (Config.of("push_packets", values | {"num_stages": depth}) for depth in depths)
-            fitting = next((config for config in configs if space.why_not(config) is None), None)
-            if fitting:
-                seeds[fitting] = None
-    return tuple(seeds)
+            configs = (Config.of(space.variant, values | {"num_stages": depth}) for depth in depths[: None if shallower else 1])
+            seeds |= dict.fromkeys([config for config in configs if space.why_not(config) is None][:1])
+    return replace(space, seeds=tuple(seeds))
 
 
 BLOCKS_N = tuple(sorted({*BLOCKS_OF_B, *itertools.chain(*BLOCKS_BESIDE_A.values())}))
@@ -547,9 +520,7 @@ BY_WORDS = (0, 128, 256, 512, 768, 1024, 1536)
 PACES = (0, 240, 270, 300, 330, 350)
 """Rate in GB/s that a rank's senders keep to; 0 means no limit."""
 WORDS_OF_A_SHARD = 1 << 17
-"""Elements of a shard that seeds send as words: 2.4 us of link time with four ranks. Measured on two H200 that sent as much as
-four do.
-"""
+"""Elements of a shard that seeds send as words: 2.4 us of link time with four ranks. Measured like PACE."""
 PACE, SLOWER = 330, 300
 """GB/s. PACE is the rate that links of 350 GB/s carry without queueing; SLOWER suits some GEMMs of one wave. Measured on two H200
 that sent as much as four do.
@@ -691,9 +662,7 @@ def _push_specialized_seeds(
     problem: AllGatherGemm, hardware: Hardware, orders: tuple[Value, ...], parameters: dict[str, tuple[Value, ...]],
     suits: Callable[[int, int], bool],
 ) -> list[dict[str, Value]]:  # fmt: skip
-    """Values of seeds. With one wave, tiles wait for K groups of whole shards; with several waves, for K groups of a quarter of
-    a shard's rows.
-    """
+    """Values of seeds. K groups are of whole shards where there is one wave, of a quarter of their rows where more."""
     groups, chunks = parameters["k_groups"], parameters["chunk_rows"]
     whole = int(chunks[-1])
     tiles = _push_specialized_tile_seeds(problem, hardware, suits)
@@ -737,14 +706,10 @@ def push_two_kernel(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace 
 
 
 MOST_ROWS = 256
-"""Most rows of all shards together. At 256 `push_specialized` is already faster: 3 MB of words take 10 us. Measured on two H200
-that sent as much as four do.
-"""
+"""Most rows of all shards together. At 256 `push_specialized` is already faster. Measured like PACE."""
 BLOCKS_K = (64, 128)
 LOW = 32
-"""Most rows of a tile whose products take little time compared with a barrier per 64 columns. Measured on two H200 that sent as
-much as four do.
-"""
+"""Most rows of a tile whose products take little time compared with a barrier per 64 columns. Measured like PACE."""
 PUSH_WORDS_STAGES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20)
 USUAL_COLUMNS = 768
 """Columns of B to prefetch; more delays the LL words. Measured on two H200 that sent as much as four do."""
@@ -819,18 +784,20 @@ TERAFLOPS, LINK_GBPS, MEMORY_GBPS, START_US = 650.0, 375.0, 4000.0, 8.0
 
 def base_us(problem: AllGatherGemm) -> float:
     """The maximum of the times of GEMM, links and memory, plus START_US."""
-    product = 2e-6 * problem.m * problem.n * problem.k / TERAFLOPS
-    received = (problem.world_size - 1) * problem.shard_rows * problem.shard_cols * problem.item_size
     read = (problem.m + problem.n) * problem.k * problem.item_size
-    return START_US + max(product, received / (LINK_GBPS * 1e3), read / (MEMORY_GBPS * 1e3))
+    return START_US + max(*_product_and_links_us(problem), read / (MEMORY_GBPS * 1e3))
+
+
+def _product_and_links_us(problem: AllGatherGemm) -> tuple[float, float]:
+    received = (problem.world_size - 1) * problem.shard_rows * problem.shard_cols * problem.item_size
+    return 2e-6 * problem.m * problem.n * problem.k / TERAFLOPS, received / (LINK_GBPS * 1e3)
 
 
 def traits(problem: AllGatherGemm, hardware: Hardware, config: Config) -> dict[str, float]:
     """Feature values by name; only a few for a config without tiles."""
     values = config.values
-    product = 2e-6 * problem.m * problem.n * problem.k / TERAFLOPS
-    received = (problem.world_size - 1) * problem.shard_rows * problem.shard_cols * problem.item_size / (LINK_GBPS * 1e3)
-    features = {"product_share": product / base_us(problem), "links_share": received / base_us(problem)}
+    product, links = _product_and_links_us(problem)
+    features = {"product_share": product / base_us(problem), "links_share": links / base_us(problem)}
     if "block_m" not in values:
         return features
     m, n, k = int(values["block_m"]), int(values["block_n"]), int(values.get("block_k", 64))

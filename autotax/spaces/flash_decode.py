@@ -81,9 +81,7 @@ def heads_together(values: Mapping[str, Value]) -> int:
 
 
 def attention_constraints(problem: FlashDecode, hardware: Hardware) -> tuple[Constraint, ...]:
-    """Resource limits of the attention core. They are estimates, so the smallest block with the fewest stages and the most warps
-    is always allowed.
-    """
+    """Resource limits of the attention core, as estimates: the smallest block with fewest stages and most warps always passes."""
     ranges = attention_parameters(problem, hardware)
     least, fewest, most = ranges["block_s"][0], ranges["num_stages"][0], ranges["num_warps"][-1]
     width = max(16, power_of_two(problem.head_dim))
@@ -144,9 +142,7 @@ def heads_fit(
 
 
 def _head_fits(problem: FlashDecode, hardware: Hardware, block_s: int) -> bool:
-    """Whether a block lies in a page and its results fit in the registers of a warp. The smallest block leaves room for twice the
-    results.
-    """
+    """Whether a block lies in a page and its results fit in a warp's registers, those of the smallest block twice."""
     if block_s > min(problem.page or 64, 64):
         return False
     results = max(8, problem.group) * max(16, power_of_two(problem.head_dim))
@@ -252,18 +248,10 @@ def shared_among(problem: FlashDecode, programs: int) -> dict[str, Value]:
     return {"heads": next((h for h in head_choices(problem) if rows // h <= programs), rows_together(problem))}
 
 
-def waiting_programs(hardware: Hardware) -> int:
-    """Most programs that may wait without taking the room of those they wait for."""
-    return max(1, min(64, hardware.processors // 2))
-
-
 def exchange(problem: FlashDecode, hardware: Hardware) -> tuple[dict[str, tuple[Value, ...]], list[dict[str, Value]]]:
     """Parameters of the exchange in kernels that push results themselves, and the values to try first."""
     ways, kinds = protocols(problem), payloads(problem)
-    sent: list[dict[str, Value]] = [
-        {"protocol": ways[-1], "payload": kinds[0]},
-        {"protocol": ways[0], "payload": kinds[-1]},
-    ]
+    sent: list[dict[str, Value]] = [{"protocol": ways[-1], "payload": kinds[0]}, {"protocol": ways[0], "payload": kinds[-1]}]
     # Neither has run on AMD; flags are the older, better-tested protocol.
     if hardware.backend == "rocm" or problem.out_rows * problem.head_dim > FEW_WORDS:
         sent.reverse()
@@ -370,7 +358,7 @@ def single(problem: FlashDecode, hardware: Hardware) -> VariantSpace | None:
     """None where the heads of one KV head belong to several ranks: one program could not push them all."""
     if rows_together(problem) < problem.group:
         return None
-    few = waiting_programs(hardware)
+    few = max(1, min(64, hardware.processors // 2))  # they wait without taking the room of those they wait for
     receivers = powers_of_two(1, min(few, problem.out_rows))
     parameters, sent = exchange(problem, hardware)
     first: dict[str, Value] = shared_among(problem, few) | {"receivers": receivers[-1]}

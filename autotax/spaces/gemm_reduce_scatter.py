@@ -1,7 +1,7 @@
 """Search spaces of GEMM + Reduce-Scatter, one function per variant; before them what they share.
 
 A rank computes as many tiles as in All-Gather + GEMM with the same sizes, in shards of the same height. So tile parameters and
-resource limits come from `spaces.all_gather_gemm.tiles`.
+resource limits come from `spaces.all_gather_gemm`.
 """
 
 from __future__ import annotations
@@ -128,9 +128,7 @@ def time_of(problem: GemmReduceScatter, hardware: Hardware, config: Config) -> f
 def seeds(
     problem: GemmReduceScatter, hardware: Hardware, variant: str, extras: list[dict[str, Value]], most: int
 ) -> tuple[Config, ...]:
-    """The tiles of All-Gather + GEMM with these extras. On NVIDIA they are sorted by `time_of`, and the first ones differ in
-    size.
-    """
+    """The tiles of All-Gather + GEMM with these extras; on NVIDIA sorted by `time_of`, the first ones of different sizes."""
     allowed = parameters(problem, hardware)
     chosen: dict[Config, None] = {}
     base = {"order": allowed["order"][-1], "splits": 1}
@@ -165,12 +163,7 @@ def fused_space(problem: GemmReduceScatter, hardware: Hardware, variant: str, ad
     return VariantSpace(variant, allowed, constraints(problem, hardware), seeds(problem, hardware, variant, extras, 10))
 
 
-def bsp(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
-    """The baseline has no parameters, but for e4m3 its product."""
-    if problem.dtype != "e4m3":
-        return VariantSpace("bsp", seeds=(Config("bsp"),))
-    seeds = tuple(Config.of("bsp", choice) for choice in scaled.choices(problem, problem.m, hardware)[:3])
-    return VariantSpace("bsp", scaled.parameters(problem, problem.m, hardware), (scaled.whole(),), seeds)
+bsp = scaled.bsp
 
 
 def scaled_decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
@@ -373,7 +366,13 @@ def words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None
         lambda m, n, splits: splits == 1 or _tiles(problem, m, n) % hardware.processors != 0,
         "the tiles fill whole waves, so that none is left to cut",
     )
-    return VariantSpace("words", allowed, (registers, tile, left), _seeds(problem, hardware, allowed, (registers, tile, left)))
+    sent = (problem.world_size - 1) * problem.m * problem.n * problem.item_size * 2
+    shots = allowed["shots"] if sent <= ONE_SHOT_BYTES else allowed["shots"][::-1]
+    # Tiles with all the rows, narrow or split along K so that every processor reads a share of B.
+    firsts: list[dict[str, Value]] = [{"block_m": high, "shots": shot} for shot in shots]
+    shapes = ((64, 128, 5, 4), (32, 128, 6, 4), (128, 64, 5, 4), (64, 64, 8, 4), (64, 128, 3, 4))
+    space = VariantSpace("words", allowed, (registers, tile, left))
+    return gemm.with_narrow_tiles(space, hardware, lambda m, n: _tiles(problem, m, n), shapes, firsts, shallower=False)
 
 
 def _tiles(problem: GemmReduceScatter, block_m: int, block_n: int) -> int:
@@ -384,32 +383,3 @@ def _tiles(problem: GemmReduceScatter, block_m: int, block_n: int) -> int:
 def _splits(problem: GemmReduceScatter, hardware: Hardware) -> tuple[Value, ...]:
     blocks = ceil_div(problem.k, 128)
     return tuple(s for s in ((1, 2, 3, 4, 6, 8) if hardware.on_gpu else (1, 2, 3)) if s <= blocks)
-
-
-def _seeds(
-    problem: GemmReduceScatter, hardware: Hardware, allowed: dict[str, tuple[Value, ...]], constraints: tuple[Constraint, ...]
-) -> tuple[Config, ...]:
-    """Tiles with all the rows, narrow or split along K so that every processor reads a share of B."""
-    sent = (problem.world_size - 1) * problem.m * problem.n * problem.item_size * 2
-    shots = allowed["shots"] if sent <= ONE_SHOT_BYTES else allowed["shots"][::-1]
-    configs: dict[Config, None] = {}
-    space = VariantSpace("words", allowed, constraints)
-    for shot in shots:
-        for n, k, stages, warps in ((64, 128, 5, 4), (32, 128, 6, 4), (128, 64, 5, 4), (64, 64, 8, 4), (64, 128, 3, 4)):
-            tile: dict[str, Value] = {
-                "block_m": allowed["block_m"][-1],
-                "block_n": min(n, int(allowed["block_n"][-1])),
-                "block_k": min(k, int(allowed["block_k"][-1])),
-                "num_warps": warps,
-                "num_stages": max(s for s in allowed["num_stages"] if int(s) <= stages),
-                "group_m": 1,
-                "loads": allowed["loads"][0],
-                "payload": allowed["payload"][0],
-                "shots": shot,
-            }
-            number = _tiles(problem, int(tile["block_m"]), int(tile["block_n"]))
-            splits = gemm.best_splits(number, hardware.processors, allowed["splits"], gemm.COSTS_OF_PARTS[1])
-            config = Config.of("words", tile | {"splits": splits})
-            if space.why_not(config) is None:
-                configs[config] = None
-    return tuple(configs)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotax.core.config import Value
+from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.core.space import Constraint
+from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
 from autotax.operators.scaled import GROUP
 
@@ -86,3 +86,11 @@ def choices(problem: Any, rows: int, hardware: Hardware, *, library: bool = True
             splits = min(factor * splits_for(name, rows, problem.n, hardware), int(space["splits"][-1]))
             choices_.append({"product": name, "splits": 1 if name == LIBRARY else splits})
     return list({tuple(choice.values()): choice for choice in choices_}.values())
+
+
+def bsp(problem: Any, hardware: Hardware) -> VariantSpace:
+    """The baseline has no parameters, but for e4m3 its product."""
+    if problem.dtype != "e4m3":
+        return VariantSpace("bsp", seeds=(Config("bsp"),))
+    seeds = tuple(Config.of("bsp", choice) for choice in choices(problem, problem.m, hardware)[:3])
+    return VariantSpace("bsp", parameters(problem, problem.m, hardware), (whole(),), seeds)

@@ -4,10 +4,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-import random
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -26,9 +22,8 @@ from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.offline import fix_cache_keys
 from autotax.operators import Operator, loaded, named, problem_from_dict, with_world_size
-from autotax.operators.calls import make_inputs, reference
 from autotax.operators.inputs import Call
-from autotax.operators.verification import relative_error
+from autotax.operators.verification import make_inputs, reference, relative_error
 from autotax.runner.rank_worker import open_context
 from autotax.spaces import space_for
 
@@ -56,7 +51,7 @@ def errors_of(world: World, problem: Problem, config: Config, calls: int) -> lis
     for seed in range(calls):
         call = make_inputs(problem, seed, world.rank, world.device)
         call.poison()
-        out = _output(call, operator(*call.tensors, call.out))
+        out = output_of(call, operator(*call.tensors, call.out))
         world.synchronize()
         assert operator.failure() is None, operator.failure()
         errors.append(relative_error(out, reference(problem, seed, world.rank, world.device), call))
@@ -64,112 +59,9 @@ def errors_of(world: World, problem: Problem, config: Config, calls: int) -> lis
     return errors
 
 
-def replay(world: World, problem: Problem, config: Config, replays: int, sets: int = 7) -> tuple[float, int]:
-    """Captures three calls in a graph (an odd number: no inbox may rely on an even one) and replays it with changing inputs.
-
-    Returns the worst relative error of the first pass over the input sets, and how many elements ever differed from it
-    in `replays` replays (every variant is deterministic).
-    """
-    context, operator = ready(world, problem, config)
-    drawn = [make_inputs(problem, seed, world.rank, world.device) for seed in range(sets)]
-    static = [make_inputs(problem, seed, world.rank, world.device) for seed in (0, 1, 2)]
-    for call in static:
-        operator(*call.tensors, call.out)
-    world.synchronize()
-    world.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = [_output(call, operator(*call.tensors, call.out)) for call in static]
-
-    wrong = torch.zeros((), dtype=torch.int64, device=world.device)
-    worst, firsts = 0.0, {}
-    for i in range(replays):
-        chosen = [(3 * i + j) % sets for j in range(3)]
-        for call, seed in zip(static, chosen, strict=True):
-            _load(call, drawn[seed])
-        graph.replay()
-        for call, out, seed in zip(static, outs, chosen, strict=True):
-            if seed not in firsts:
-                world.synchronize()
-                assert operator.failure() is None, operator.failure()
-                worst = max(worst, relative_error(out, reference(problem, seed, world.rank, world.device), call))
-                firsts[seed] = out.clone()
-            wrong += differing(out, firsts[seed])
-    world.synchronize()
-    assert operator.failure() is None, operator.failure()
-    world.barrier()
-    context.heap.close()
-    return worst, int(wrong)
-
-
-def _output(call: Call, result: torch.Tensor | None) -> torch.Tensor:
+def output_of(call: Call, result: torch.Tensor | None) -> torch.Tensor:
     """The output of a call: what the kernel returned, or else the output tensor."""
     return call.out if result is None else result
-
-
-def differing(out: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """How many elements differ; a NaN does not differ from a NaN."""
-    return ((out != first) & ~(out.isnan() & first.isnan())).sum()
-
-
-def _load(call: Call, drawn: Call) -> None:
-    for tensor, values in zip(call.tensors, drawn.tensors, strict=True):
-        tensor.copy_(values)
-    call.out.fill_(math.nan)
-
-
-def bits_of(world: World, problem: Problem, config: Config, calls: int, most_delay: float = 0.02) -> list[str]:
-    """Digests of the outputs of calls with equal inputs. Calls with other inputs run in between, and ranks are delayed by
-    different times in each call.
-    """
-    context, operator = ready(world, problem, config)
-    late = random.Random(world.rank)
-    digests = []
-    for number in range(2 * calls):
-        call = make_inputs(problem, 0 if number % 2 == 0 else number, world.rank, world.device)
-        call.poison()
-        time.sleep(late.uniform(0, most_delay))
-        out = _output(call, operator(*call.tensors, call.out))
-        world.synchronize()
-        assert operator.failure() is None, operator.failure()
-        if number % 2 == 0:
-            outputs = out, *call.outputs[1:]
-            written = [output.cpu().contiguous().view(torch.uint8).numpy().tobytes() for output in outputs]
-            digests.append(hashlib.sha256(b"".join(written)).hexdigest()[:16])
-    context.heap.close()
-    return digests
-
-
-def errors_of_sizes(world: World, problem: Problem, config: Config, smaller: list[Problem]) -> list[float]:
-    """Like `errors_of`, with one call for each smaller problem, which the kernel of the larger problem must handle."""
-    context, operator = ready(world, problem, config)
-    errors = []
-    for seed, size in enumerate(smaller):
-        fitted = operator.fitted(size)
-        assert fitted is not None, size
-        call = make_inputs(size, seed, world.rank, world.device)
-        call.poison()
-        out = _output(call, fitted(*call.tensors, call.out))
-        world.synchronize()
-        assert fitted.failure() is None, fitted.failure()
-        errors.append(relative_error(out, reference(size, seed, world.rank, world.device), call))
-    context.heap.close()
-    return errors
-
-
-def note_without(world: World, problem: Problem, config: Config, missing: int, polls: int) -> str | None:
-    """The failure note of this rank if its peer `missing` never calls."""
-    context = open_context(world, detect(world.backend), HEAP_BYTES, polls)
-    operator = prepare(problem, config, context)
-    context.heap.check()
-    call = make_inputs(problem, 0, world.rank, world.device)
-    if world.rank != missing:
-        operator(*call.tensors, call.out)
-    world.synchronize()
-    world.barrier()
-    note = operator.failure()
-    context.heap.close()
-    return note
 
 
 # The conformance suite of operator declarations.

@@ -4,7 +4,7 @@
 pass, torchtitan and SGLang call these operators. Calls without a winner stay torch's; `status()` lists them with the reason.
 """
 
+from autotax.torch.plans import CallStatus, Status, status
 from autotax.torch.registration import OPERATORS, install, uninstall
-from autotax.torch.status import CallStatus, Status, status
 
 __all__ = ["OPERATORS", "CallStatus", "Status", "install", "status", "uninstall"]

@@ -1,11 +1,14 @@
-"""One kernel serves all sizes of a bucket. It is prepared for the greatest size and fitted to the others."""
+"""The implementation of each kind of call of torch's operators, and counts of calls.
+
+One kernel serves all sizes of a bucket. It is prepared for the greatest size and fitted to the others.
+"""
 
 from __future__ import annotations
 
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +24,17 @@ from autotax.core.problem import Problem
 from autotax.db.index import bucket, representative
 from autotax.db.lookup import lookup, peek
 from autotax.hardware import Hardware, detect
-from autotax.heap.collective_errors import by_rank
-from autotax.heap.world import World
+from autotax.heap.world import World, by_rank
 from autotax.nn.consensus import configs_for, invariant_config
-from autotax.nn.groups import GroupCalls, capturing
+from autotax.nn.groups import GroupCalls, capturing, on_device
 from autotax.nn.tuned import Tuned
-from autotax.operators.calls import make_inputs
-from autotax.torch.calls import NotTaken
-from autotax.torch.status import TORCH, CallCount, count_of
+from autotax.operators.verification import make_inputs
+
+TORCH = "torch"
+
+
+class NotTaken(Exception):
+    """Raised for a call that stays torch's. The message is the reason, in a few words."""
 
 
 class BucketKernels(Tuned):
@@ -79,7 +85,6 @@ def _keeps_bits(call: Any) -> bool:
 
 
 def with_rows(problem: Problem, rows: int) -> Problem:
-    """The same problem with another number of rows."""
     return replace(problem, m=rows)  # type: ignore[call-arg]
 
 
@@ -102,21 +107,20 @@ class Deployment:
     prove: bool | float = False
 
 
+@dataclass(slots=True)
 class Plan:
     """The implementation of one kind of call: a kernel, or torch where `kernel` is None."""
 
-    __slots__ = ("asked", "calls", "count", "kernel", "missed")
+    count: CallStatus
+    asked: Any = None
+    kernel: Any = None
+    missed: Callable[[], object] | None = None
+    """Records a miss when a call finds no winner."""
+    calls: GroupCalls = field(default_factory=GroupCalls)
 
-    def __init__(
-        self, count: CallCount, asked: Any = None, kernel: Any = None, missed: Callable[[], object] | None = None,
-        calls: GroupCalls | None = None,
-    ) -> None:  # fmt: skip
-        self.calls = calls or GroupCalls()
-        self.count = count
-        self.asked = asked
-        self.kernel = kernel
-        self.missed = missed
-        """Records a miss when a call finds no winner."""
+    def run(self, device: torch.device, *operands: Any) -> Any:
+        with on_device(device.index), self.calls:
+            return self.asked.run(self.kernel, *operands)
 
     def counted(self) -> bool:
         """Counts a call; returns whether a kernel runs it."""
@@ -130,11 +134,8 @@ class GroupPlans:
     """The plans of one group on one device."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, settings: Deployment) -> None:
-        self.group = group
-        self.device = device
-        self.settings = settings
-        self.ranks = group.size()
-        self.calls = GroupCalls.of(group)
+        self.group, self.device, self.settings = group, device, settings
+        self.ranks, self.calls = group.size(), GroupCalls.of(group)
         self.invariant_rows = INVARIANT_ROWS
         self.known: dict[Key, Plan] = {}
         self._prepared: dict[tuple[Problem, bool], BucketKernels | str] = {}
@@ -143,9 +144,9 @@ class GroupPlans:
         """Set when the ranks have made different calls: the reason why all later calls stay torch's."""
         self._warned: set[str] = set()
 
-    def plan(self, operator: str, key: Key, read: Callable[[int], Any]) -> Plan:
+    def plan(self, key: Key, read: Callable[[int], Any]) -> Plan:
         """The plan for a kind of call. Collective for a new kind, except during graph capture."""
-        shapes = _shown(key[1:])
+        operator, shapes = key[0], _shown(key[1:])
         if capturing(self.device):
             if plan := self._plan_of_invariant(operator, shapes, read):
                 return plan
@@ -167,7 +168,6 @@ class GroupPlans:
         return kernel and Plan(count_of(operator, shapes, str(kernel.config)), call, kernel, calls=self.calls)
 
     def left(self, operator: str, shapes: str, reason: str, missed: Callable[[], object] | None = None) -> Plan:
-        """A plan that leaves calls to torch."""
         return Plan(count_of(operator, shapes, TORCH, reason), missed=missed)
 
     def _decide(self, operator: str, shapes: str, read: Callable[[int], Any]) -> Plan:
@@ -269,6 +269,13 @@ def plans_of(group_name: str, device: torch.device) -> GroupPlans:
     return plans
 
 
+def plan_of(key: Key, group_name: str, device: torch.device, read: Callable[[int], Any]) -> Plan:
+    """The plan of a kind of call. `key` begins with the operator; `read` makes the call for a number of ranks."""
+    plans = plans_of(group_name, device)
+    plan = plans.known.get(key)
+    return plans.plan(key, read) if plan is None else plan
+
+
 def use(settings: Deployment) -> None:
     """Sets how winners are looked up from now on, and drops all plans. Every rank must call it between the same calls."""
     global _settings
@@ -295,3 +302,67 @@ def _part(value: object) -> str:
     if isinstance(value, tuple):
         return " ".join(map(_part, value))
     return str(value)
+
+
+# Counts of calls: the implementation that ran, and the reason for torch's own.
+
+@dataclass
+class CallStatus:
+    """Calls of one kind so far: `runs` names the config that ran, or is `torch`, and `reason` says why."""
+
+    operator: str
+    call: str
+    runs: str
+    reason: str = ""
+    calls: int = 0
+
+    @property
+    def taken(self) -> bool:
+        return self.runs != TORCH
+
+
+@dataclass(frozen=True)
+class Status:
+    """The operators that `install` replaced in this process, and the calls since, most frequent first."""
+
+    operators: dict[str, str]
+    """By operator: `autotax`, or why it is torch's own."""
+    calls: tuple[CallStatus, ...] = field(default=())
+
+    @property
+    def taken(self) -> int:
+        return sum(call.calls for call in self.calls if call.taken)
+
+    @property
+    def left(self) -> int:
+        return sum(call.calls for call in self.calls if not call.taken)
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {state}" for name, state in self.operators.items()]
+        for call in self.calls:
+            lines.append(f"  {call.calls} x {call.operator}{call.call}: {call.runs}{f' ({call.reason})' * bool(call.reason)}")
+        return "\n".join(lines)
+
+
+_counts: dict[tuple[str, str, str, str], CallStatus] = {}
+_operators: dict[str, str] = {}
+
+
+def count_of(operator: str, call: str, runs: str, reason: str = "") -> CallStatus:
+    return _counts.setdefault((operator, call, runs, reason), CallStatus(operator, call, runs, reason))
+
+
+def note_operators(states: dict[str, str]) -> None:
+    """Records which implementation runs each operator from now on."""
+    _operators.clear()
+    _operators.update(states)
+
+
+def forget_counts() -> None:
+    _counts.clear()
+
+
+def status() -> Status:
+    """The installed operators of this process, the calls that tuned kernels ran, and the reasons for the other calls."""
+    ordered = sorted(_counts.values(), key=lambda count: (-count.calls, count.operator, count.call))
+    return Status(dict(_operators), tuple(replace(count) for count in ordered if count.calls))

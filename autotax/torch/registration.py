@@ -17,8 +17,8 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError
 from autotax.torch import plans, scaled, symm_mem
-from autotax.torch.calls import GATHER, REDUCE, SCATTER
-from autotax.torch.status import Status, forget_counts, note_operators, status
+from autotax.torch.plans import Status, forget_counts, note_operators, status
+from autotax.torch.symm_mem import GATHER, REDUCE, SCATTER
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     GATHER: symm_mem.all_gather_matmul,
@@ -41,21 +41,20 @@ _library: torch.library.Library | None = None
 def _declare() -> torch.library.Library:
     """Declares torch.ops.autotax.fused_*: the same operators under names that `install` does not change."""
     library = torch.library.Library("autotax", "FRAGMENT")
-    for name in SCHEMAS:
-        library.define(name + SCHEMAS[name], tags=(torch.Tag.needs_fixed_stride_order,))
+    quantised = "Tensor A, Tensor B, Tensor? A_scale, Tensor B_scale, str quantize, str collective, str group_name"
+    own: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+        name: (SCHEMAS[name], OPERATORS[name], getattr(torch_symm_mem, METAS[name])) for name in SCHEMAS
+    }
+    own[REDUCE] = (
+        "(Tensor A, Tensor B, str group_name, bool batch_invariant=False) -> Tensor", symm_mem.matmul_all_reduce,
+        lambda a, b, *_: a.new_empty(*a.shape[:-1], b.shape[1]),
+    )  # fmt: skip
+    own[scaled.QUANTISED] = f"({quantised}) -> Tensor", scaled.quantised_matmul, scaled.meta_of_quantised_matmul
+    for name, (schema, function, meta) in own.items():
+        library.define(name + schema, tags=(torch.Tag.needs_fixed_stride_order,))
         for key in KEYS:
-            library.impl(name, OPERATORS[name], key)
-        library.impl(name, getattr(torch_symm_mem, METAS[name]), "Meta")
-    reduce = f"{REDUCE}(Tensor A, Tensor B, str group_name, bool batch_invariant=False) -> Tensor"
-    library.define(reduce, tags=(torch.Tag.needs_fixed_stride_order,))
-    for key in KEYS:
-        library.impl(REDUCE, symm_mem.matmul_all_reduce, key)
-    library.impl(REDUCE, lambda a, b, *_: a.new_empty(*a.shape[:-1], b.shape[1]), "Meta")
-    arguments = "Tensor A, Tensor B, Tensor? A_scale, Tensor B_scale, str quantize, str collective, str group_name"
-    library.define(f"{scaled.QUANTISED}({arguments}) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
-    for key in KEYS:
-        library.impl(scaled.QUANTISED, scaled.quantised_matmul, key)
-    library.impl(scaled.QUANTISED, scaled.meta_of_quantised_matmul, "Meta")
+            library.impl(name, function, key)
+        library.impl(name, meta, "Meta")
     return library
 
 

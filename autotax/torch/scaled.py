@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,11 @@ from torch import Tensor
 from autotax.core.errors import UsageError
 from autotax.kernels.all_gather_gemm.gathered import gathered_codes, keeps_codes
 from autotax.nn.fallback import all_gather, reduce_scatter
-from autotax.nn.groups import on_device
 from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.operators.scaled import SCALES_OF, laid_out, library_product, quantised, scales_of, scales_shape
-from autotax.torch.calls import _TORCHS, NotTaken, aligned, layout_of, ready
-from autotax.torch.plans import plans_of
+from autotax.torch.plans import NotTaken, plan_of
+from autotax.torch.symm_mem import REFUSED_BY_TORCH, Call, aligned, layout_of, ready
 
 GATHER_SCALED, SCATTER_SCALED = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
 QUANTISED = "fused_quantised_matmul"
@@ -55,7 +54,7 @@ RESULTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 def _require(a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype | None, bias: object, result_scale: object) -> str:
     """The type of a result. Raises NotTaken."""
     if b.dim() != 2 or a.dim() < 2:
-        raise NotTaken(_TORCHS)
+        raise NotTaken(REFUSED_BY_TORCH)
     if a.dtype not in OPERANDS or b.dtype is not CODES:
         raise NotTaken(f"A is {a.dtype} and B {b.dtype}; kernels multiply {CODES}, or an A in e5m2 by it")
     if dtype not in RESULTS:
@@ -82,7 +81,7 @@ def _layout(scale_a: Tensor, scale_b: Tensor, rows: int, whole: int) -> str:
 
 
 @dataclass(frozen=True)
-class ScaledGatherCall:
+class ScaledGatherCall(Call):
     """One kind of call of fused_all_gather_scaled_matmul: the product with the widest B is fused, the others follow."""
 
     problem: AllGatherGemm
@@ -94,7 +93,6 @@ class ScaledGatherCall:
         cls, a: Tensor, bs: Sequence[Tensor], scale_a: Tensor, scales_b: Sequence[Tensor], gather_dim: int, ranks: int,
         more: Sequence[tuple[torch.dtype | None, object, object]],
     ) -> ScaledGatherCall:  # fmt: skip
-        """Raises NotTaken."""
         if gather_dim or not bs:
             raise NotTaken("another dimension than the first is gathered")
         names = [_require(a, b, scale, *some) for b, scale, some in zip(bs, scales_b, more, strict=True)]
@@ -105,13 +103,12 @@ class ScaledGatherCall:
         first = max(range(len(bs)), key=lambda index: bs[index].shape[1])
         n, k = bs[first].shape[1], a.shape[-1]
         if any(b.shape[0] != k for b in bs):
-            raise NotTaken(_TORCHS)
+            raise NotTaken(REFUSED_BY_TORCH)
         fields = layouts.pop(), names[first], "none", OPERANDS[a.dtype]
         problem = AllGatherGemm(rows * ranks, n, k, "e4m3", "m", ranks, "nk", *fields)
         return cls(problem, first, tuple(dtype for dtype, *_ in more if dtype))
 
     def require(self, kernel: Any) -> None:
-        """Raises NotTaken if `kernel` does not keep the gathered A."""
         if not keeps_codes(kernel):
             raise NotTaken(f"{kernel.config.variant} does not keep the gathered A that is asked for")
 
@@ -139,7 +136,7 @@ class ScaledGatherCall:
 
 
 @dataclass(frozen=True)
-class ScaledScatterCall:
+class ScaledScatterCall(Call):
     """One kind of call of fused_scaled_matmul_reduce_scatter."""
 
     problem: GemmReduceScatter
@@ -150,7 +147,6 @@ class ScaledScatterCall:
         cls, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, reduce_op: str, dims: tuple[int, int], ranks: int,
         more: tuple[torch.dtype | None, object, object],
     ) -> ScaledScatterCall:  # fmt: skip
-        """Raises NotTaken."""
         name = _require(a, b, scale_b, *more)
         rows = math.prod(a.shape[:-1])
         if dims != (0, 0) or reduce_op not in ("sum", "avg") or rows % ranks or a.shape[-1] != b.shape[0]:
@@ -159,9 +155,6 @@ class ScaledScatterCall:
         fields = layout, name, "none", OPERANDS[a.dtype]
         problem = GemmReduceScatter(rows, b.shape[1], b.shape[0], "e4m3", "scattered", ranks, "nk", *fields)
         return cls(problem, reduce_op == "avg")
-
-    def require(self, kernel: Any) -> None:
-        """Every kernel can serve this call."""
 
     def run(
         self, kernel: Any, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, shape: Sequence[int] | None
@@ -179,14 +172,13 @@ class ScaledScatterCall:
 
 
 @dataclass(frozen=True)
-class QuantisedCall:
+class QuantisedCall(Call):
     """One kind of call of fused_quantised_matmul."""
 
     problem: AllGatherGemm | GemmReduceScatter
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor, quantize: str, collective: str, ranks: int) -> QuantisedCall:
-        """Raises NotTaken."""
         if a.dtype not in RESULTS or not a.numel():
             raise NotTaken(f"A is {a.dtype} {list(a.shape)}; kernels quantise {', '.join(map(str, RESULTS))}")
         if collective == REDUCE_SCATTER and a.shape[0] % ranks:
@@ -201,12 +193,11 @@ class QuantisedCall:
             raise NotTaken(str(error)) from None
 
     def require(self, kernel: Any) -> None:
-        """Raises NotTaken if the winner is bulk-synchronous, which the caller runs itself."""
+        # The caller itself runs a separate product and collective.
         if kernel.config.variant == registry.of(self.problem).baseline:
             raise NotTaken("a product and a collective one after another are the fastest")
 
     def run(self, kernel: Any, a: Tensor, b: Tensor, scale_a: Tensor | None, scales_b: Tensor) -> Tensor:
-        """Runs the kernel. The result is contiguous."""
         problem = self.problem
         rows = problem.m if isinstance(problem, AllGatherGemm) else problem.out_rows
         x, out = ready(a.reshape(-1, problem.k)), a.new_empty(rows, problem.n)
@@ -222,20 +213,15 @@ def all_gather_scaled_matmul(
     """The gathered A, and its product with each B, like symm_mem::fused_all_gather_scaled_matmul."""
     dtypes = [_dtype(dtype) for dtype in out_dtypes]
     more = list(zip(dtypes, biases, result_scales, strict=True))
-    plans = plans_of(group_name, A.device)
     odd = any(tensor is not None for tensor in (*biases, *result_scales))
     of_b = [(B.shape, B.stride(), B.dtype, scale.numel()) for B, scale in zip(Bs, B_scales, strict=True)]
     key = (GATHER_SCALED, A.shape, A.dtype, gather_dim, A_scale.numel(), *of_b, *dtypes, odd)
-    plan = plans.known.get(key)
-    if plan is None:
-        plan = plans.plan(
-            GATHER_SCALED, key, lambda ranks: ScaledGatherCall.of(A, Bs, A_scale, B_scales, gather_dim, ranks, more)
-        )
+    plan = plan_of(
+        key, group_name, A.device, lambda ranks: ScaledGatherCall.of(A, Bs, A_scale, B_scales, gather_dim, ranks, more)
+    )
     if not plan.counted():
         return _torchs_gather(A, Bs, A_scale, B_scales, gather_dim, group_name, biases, result_scales, dtypes, use_fast_accum)
-    assert isinstance(plan.asked, ScaledGatherCall)
-    with on_device(A.device.index), plan.calls:
-        return plan.asked.run(plan.kernel, A, Bs, A_scale, B_scales)
+    return cast(tuple[Tensor, list[Tensor]], plan.run(A.device, A, Bs, A_scale, B_scales))
 
 
 def scaled_matmul_reduce_scatter(
@@ -246,20 +232,15 @@ def scaled_matmul_reduce_scatter(
     """This rank's rows of the sum of A @ B over the ranks, like symm_mem::fused_scaled_matmul_reduce_scatter."""
     dtype, dims = _dtype(out_dtype), (orig_scatter_dim, scatter_dim_after_maybe_reshape)
     more = dtype, bias, result_scale
-    plans = plans_of(group_name, A.device)
     odd = bias is not None or result_scale is not None
     key = (SCATTER_SCALED, A.shape, A.dtype, dims, reduce_op, B.shape, B.stride(), A_scale.numel(), B_scale.numel(), dtype, odd)
-    plan = plans.known.get(key)
-    if plan is None:
-        plan = plans.plan(
-            SCATTER_SCALED, key, lambda ranks: ScaledScatterCall.of(A, B, A_scale, B_scale, reduce_op, dims, ranks, more)
-        )
+    plan = plan_of(
+        key, group_name, A.device, lambda ranks: ScaledScatterCall.of(A, B, A_scale, B_scale, reduce_op, dims, ranks, more)
+    )
     if not plan.counted():
         rest = group_name, output_shape, bias, result_scale, dtype, use_fast_accum
         return _torchs_scatter(A, B, A_scale, B_scale, reduce_op, dims, *rest)
-    assert isinstance(plan.asked, ScaledScatterCall)
-    with on_device(A.device.index), plan.calls:
-        return plan.asked.run(plan.kernel, A, B, A_scale, B_scale, output_shape)
+    return cast(Tensor, plan.run(A.device, A, B, A_scale, B_scale, output_shape))
 
 
 def quantised_matmul(
@@ -279,15 +260,10 @@ def quantised_matmul(
         group_name: of the process group.
     """
     b = by_rows(B, A.shape[-1])
-    plans = plans_of(group_name, A.device)
     key = (QUANTISED, A.shape, A.dtype, b.shape, quantize, collective)
-    plan = plans.known.get(key)
-    if plan is None:
-        plan = plans.plan(QUANTISED, key, lambda ranks: QuantisedCall.of(A, b, quantize, collective, ranks))
+    plan = plan_of(key, group_name, A.device, lambda ranks: QuantisedCall.of(A, b, quantize, collective, ranks))
     if plan.counted():
-        assert isinstance(plan.asked, QuantisedCall)
-        with on_device(A.device.index), plan.calls:
-            return plan.asked.run(plan.kernel, A, b, A_scale, B_scale)
+        return cast(Tensor, plan.run(A.device, A, b, A_scale, B_scale))
     if (run := _runs.get(B.data_ptr())) is not None and (result := run(A)) is not None:
         return result
 
@@ -302,7 +278,6 @@ def quantised_matmul(
 
 
 def meta_of_quantised_matmul(A: Tensor, B: Tensor, *more: Any) -> Tensor:
-    """The shape of the result."""
     *_, collective, group_name = more
     ranks, first = dist.distributed_c10d._resolve_process_group(group_name).size(), A.shape[0]
     rows = {ALL_GATHER: first * ranks, REDUCE_SCATTER: first // ranks, ALL_REDUCE: first}[collective]

@@ -36,7 +36,6 @@ def _require_last() -> None:
 
 
 def _rows(tensor: Tensor, dim: int) -> Tensor:
-    """Returns a matrix of rows; dimension `dim` becomes the slowest one."""
     return tensor.movedim(dim, 0).reshape(-1, tensor.shape[-1])
 
 
@@ -141,32 +140,17 @@ class FusedLinear(nn.Linear):
         y: Tensor = self.product.apply(input, *ready) if ready else super().forward(input)
         return y
 
-    @staticmethod
-    def rows_and_columns(x: Placement, y: Placement) -> tuple[Placement, Placement]:
-        """Returns the placement along the sequence, then the placement along the last dimension."""
-        raise NotImplementedError
-
 
 class ColumnLinear(FusedLinear):
     """Gathers its input along one dimension while it multiplies."""
 
     product, weight_dim, bias_placement = ColumnParallel, 0, Shard(0)
 
-    @staticmethod
-    def rows_and_columns(x: Placement, y: Placement) -> tuple[Placement, Placement]:
-        """See FusedLinear.rows_and_columns."""
-        return x, y
-
 
 class RowLinear(FusedLinear):
     """Sums its output over the ranks, each of which keeps its part along one dimension."""
 
     product, weight_dim, bias_placement = RowParallel, 1, Replicate()
-
-    @staticmethod
-    def rows_and_columns(x: Placement, y: Placement) -> tuple[Placement, Placement]:
-        """See FusedLinear.rows_and_columns."""
-        return y, x
 
 
 def is_plain_linear(module: nn.Module, kind: type[FusedLinear], ranks: int) -> bool:
@@ -210,7 +194,8 @@ def ready(module: nn.Module, inputs: tuple[Any, ...], layout: Placement, mesh: D
         layout, shards = x.placements[0], 1
     elif type(x) not in PLAIN or x.is_nested:
         return None
-    shape, (rows, columns) = x.shape, module.rows_and_columns(layout, style.output)
+    # The placements along the sequence and along the last dimension.
+    shape, (rows, columns) = x.shape, (layout, style.output) if gathers else (style.output, layout)
     if type(rows) is not Shard or type(columns) is not Shard:
         return None
     last = len(shape) - 1

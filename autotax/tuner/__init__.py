@@ -3,9 +3,8 @@
 from autotax.core.settings import Settings
 from autotax.tuner.comparison import Comparison, Row, compare
 from autotax.tuner.progress import Listener, Progress, Silence, Standing, Verdict
-from autotax.tuner.reproof import prove
 from autotax.tuner.search import compile_ahead
-from autotax.tuner.tuning import tune
+from autotax.tuner.tuning import prove, tune
 
 __all__ = [
     "Comparison", "Listener", "Progress", "Row", "Settings", "Silence", "Standing", "Verdict",

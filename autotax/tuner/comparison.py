@@ -9,20 +9,19 @@ from typing import Any
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.core.frames import frame
 from autotax.core.problem import Problem
 from autotax.core.settings import as_deployed
 from autotax.db import Store, TrialRecord
 from autotax.db.lookup import Answer
-from autotax.db.records import Place
-from autotax.db.staleness import differences
+from autotax.db.records import Place, differences
 from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.runner.measurement import Candidate, Effort, Measurement, Runner, TimeIsUp
 from autotax.software import environment
 from autotax.spaces import Space
+from autotax.tuner.finalists import speedup
+from autotax.tuner.progress import frame
 from autotax.tuner.run_recorder import FINALISTS
-from autotax.tuner.statistics import speedup
 from autotax.tuner.tuning import TimeLimit
 
 UNPAIRED = 0.05
@@ -38,16 +37,14 @@ class Choice:
 
 
 def trials_here(store: Store, space: Space, conditions: Conditions) -> list[TrialRecord]:
-    """The trials of exactly this problem that hold here: same hardware, Triton, comm library and conditions, and same sources of
-    their variants.
-    """
+    """The trials of exactly this problem that hold here: hardware, software, conditions and sources are the same."""
     here = Place(space.hardware, environment(space.hardware.backend), conditions)
-    return [trial for trial in store.trials(space.problem, space.hardware) if not _differences(trial, here)]
 
+    def place_of(trial: TrialRecord) -> Place:
+        assert trial.run is not None
+        return Place(space.hardware, trial.run.environment, Conditions.from_dict(trial.conditions))
 
-def _differences(trial: TrialRecord, here: Place) -> list[str]:
-    assert trial.run is not None and trial.kernel_digest is not None
-    return differences(trial, Place(here.hardware, trial.run.environment, Conditions.from_dict(trial.conditions)), here)
+    return [trial for trial in store.trials(space.problem, space.hardware) if not differences(trial, place_of(trial), here)]
 
 
 def best_of(variant: str, trials: Iterable[TrialRecord], space: Space) -> Choice:
@@ -149,9 +146,7 @@ class Comparison:
         return f"<Comparison {self.problem.key}: {self.error or ', '.join(figures) or 'nothing verified'}>"
 
     def to_frame(self) -> Any:
-        """The rows as a `pandas.DataFrame`: name, variant, parameters, latency in us, speed-up over BSP, status. Raises
-        UsageError without pandas.
-        """
+        """The rows as a `pandas.DataFrame`, with parameters and latency in us. Raises UsageError without pandas."""
         return frame(
             {
                 "name": row.name, "variant": row.variant, **row.measurement.config.values,
@@ -224,9 +219,7 @@ def launched(conditions: Conditions, hardware: Hardware) -> str:
 
 
 def shown_variants(problem: Problem, hardware: Hardware, admitted: Sequence[str], *, every: bool) -> list[str]:
-    """The variants that get a separate row: on GPUs the ladder of an operator that has one, else all of them or none. Peers have
-    rows of their own.
-    """
+    """The variants that get a row: on GPUs the ladder of the operator, else all or none. Peers have rows of their own."""
     operator = registry.of(problem)
     ladder = [variant.name for variant in operator.ladder if variant.name in admitted]
     if every:

@@ -28,11 +28,6 @@ from autotax.spaces import Space
 Named = dict[str, float]
 
 
-def has_traits(problem: Problem) -> bool:
-    """Whether the operator declares traits, from which a model can learn."""
-    return registry.of(problem).traits is not None
-
-
 def log_base(problem: Problem) -> float:
     """The logarithm of the analytical time, in microseconds."""
     return math.log(registry.of(problem).traits_module().base_us(problem))
@@ -147,7 +142,7 @@ class Prior:
 
 def prior_for(problem: Problem, hardware: Hardware) -> Prior:
     """The shipped prior of an operator on devices that it was trained on; a flat one on others, for instance AMD GPUs."""
-    trees = _shipped(problem.op) if has_traits(problem) else None
+    trees = _shipped(problem.op) if registry.of(problem).traits else None
     return Prior(problem, hardware, trees if trees and hardware.device in trees.devices else None)
 
 
@@ -165,8 +160,7 @@ def _shipped(op: str) -> Trees | None:
 RANDOM, ATTEMPTS = 300, 12
 """Valid configs of a variant that are drawn as candidates, and points tried for each."""
 WALKS, WALKERS = 4, 16
-"""Rounds in which the neighbours of the most promising candidates become candidates, and the number of such candidates in each.
-"""
+"""Rounds in which neighbours of the most promising candidates become candidates, and how many have neighbours each time."""
 BEST = 3
 """Measured configs whose neighbours become candidates."""
 AHEAD, DRAWS = 8, 256
@@ -284,9 +278,7 @@ class Model:
         return self.tempered(float(np.maximum(self._best - draws.min(1), 0.0).mean()))
 
     def tempered(self, gain: float) -> float:
-        """Scales the expected gain by recent actual over expected gain, at most 1. One pseudo-success avoids stopping after a few
-        unlucky trials.
-        """
+        """Scales the expected gain by recent actual over expected gain, at most 1, with one pseudo-success."""
         expected, won = (gain + sum(history[-LOOK_BACK:]) for history in (self._expected, self._won))
         return gain * min(1.0, won / expected) if expected else gain
 
@@ -380,9 +372,7 @@ class Model:
 
 
 class _Places:
-    """Coordinates of configs: a number has its index among the choices of its parameter, and a word has half a step to each other
-    choice.
-    """
+    """Coordinates of configs: a number has its index among the choices, and words are half a step apart from each other."""
 
     def __init__(self, space: Space) -> None:
         self.variants = {variant: number for number, variant in enumerate(space.variants)}

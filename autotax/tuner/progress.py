@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from autotax.core.conditions import Conditions
-from autotax.core.frames import frame
+from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.runner.measurement import Measurement
 from autotax.software import Environment
+
+
+def frame(rows: Iterable[Mapping[str, Any]]) -> Any:
+    """A `pandas.DataFrame` with a row for each mapping. Raises UsageError without pandas."""
+    try:
+        pandas = importlib.import_module("pandas")
+    except ImportError:
+        raise UsageError("to_frame needs pandas, which is not installed: run `pip install pandas`, or read the rows") from None
+    return pandas.DataFrame(list(rows))
 
 
 @dataclass(frozen=True)
@@ -48,9 +58,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Standing:
-    """A finalist after the interleaved jobs. `speedup` is over BSP of the same jobs. The interval contains the speedup of another
-    job with 95 % confidence.
-    """
+    """A finalist, with its speed-up over BSP of the same jobs. The interval contains that of another job with 95 % confidence."""
 
     measurement: Measurement
     speedup: float

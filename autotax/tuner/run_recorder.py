@@ -1,37 +1,45 @@
-"""Records a run in the database. A busy database is waited for; a database that is gone ends the run."""
+"""Records a run in the database, and its Optuna study beside it. A busy database is waited for; one that is gone ends the run."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import random
 import re
 import socket
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import optuna
 import platformdirs
+from optuna.samplers import BaseSampler
+from optuna.storages import RDBStorage
+from optuna.trial import TrialState
+from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.core.errors import MachineError
+from autotax.core.errors import MachineError, UsageError
+from autotax.core.files import reason
 from autotax.core.problem import Problem
 from autotax.core.settings import ENDINGS, Settings
-from autotax.db import DatabaseBusy, Store, TrialRecord, WinnerRecord
-from autotax.db.records import Place
+from autotax.db import DatabaseBusy, Store, TrialRecord, WinnerRecord, failing
+from autotax.db.connection import ELSEWHERE, Unusable
+from autotax.db.records import Place, holds, same_kernel
 from autotax.db.shipped import known_precedents
-from autotax.db.staleness import holds, same_kernel
-from autotax.db.url import identity, sqlite_path
+from autotax.db.url import identity, shown, sqlite_path
 from autotax.digests import kernel_digest
 from autotax.hardware import Hardware
 from autotax.operators.registry import variant_digest
 from autotax.runner.measurement import Candidate, Measurement
 from autotax.software import Environment
 from autotax.spaces import Space
-from autotax.tuner.finalists import Decision
+from autotax.tuner.finalists import Decision, score_us
 from autotax.tuner.progress import Listener
 
 LONGEST_WAIT_S = 600.0
@@ -44,8 +52,7 @@ R = TypeVar("R")
 
 
 class Patience:
-    """Repeats a call that found the database busy, until it succeeds or LONGEST_WAIT_S have passed. Reports the wait by `notice`.
-    """
+    """Repeats a call while the database is busy, for LONGEST_WAIT_S at most. Reports the wait by `notice`."""
 
     def __init__(self, notice: Callable[[str], None]) -> None:
         self._notice = notice
@@ -204,9 +211,7 @@ class Ledger:
         return {config for config, record in latest.items() if not record.verified}
 
     def precedents(self, space: Space) -> list[Config]:
-        """Configs of the space that won this problem or similar problems, here or elsewhere. They come from this database and the
-        shipped winners.
-        """
+        """Configs of the space that won this problem or similar ones, by this database and the shipped winners."""
         problem, hardware, environment = self.key
         here = Place(hardware, environment, self.conditions)
         return self.patience(known_precedents, problem, here, self.store, space.__contains__)
@@ -267,9 +272,7 @@ def left(url: str) -> list[tuple[Path, int, str]]:
 
 
 def _place(url: str) -> Path:
-    """Prefix of the marker files: next to a SQLite file, or for a server in the user's data folder, where later runs of this
-    machine find them.
-    """
+    """Prefix of the marker files: beside a SQLite file, else in the user's data folder, where later runs look."""
     return sqlite_path(url) or platformdirs.user_data_path("autotax") / identity(url)
 
 
@@ -295,9 +298,7 @@ class Flight:
         cut = [noted[run] for run in noted if done < run < run_id and statuses.get(run) == "running"]
         in_flight = (Config.from_dict(config) for note in cut if not _may_go_on(note["by"]) for config in note["configs"])
         self.deaths = Counter(config for config in in_flight if config.variant != "bsp")
-        """Counts consecutive killed runs during which a config was being measured. BSP is excluded, because every decision needs
-        it.
-        """
+        """Consecutive killed runs during which a config was being measured. BSP is excluded: every decision needs it."""
 
     @property
     def deadly(self) -> list[Config]:
@@ -315,9 +316,7 @@ def this_process() -> list[Any]:
 
 
 def _may_go_on(by: Sequence[Any]) -> bool:
-    """Whether the process of an earlier run may still be alive. Processes of other hosts cannot be checked, so they count as
-    alive.
-    """
+    """Whether the process of an earlier run may still be alive. Processes of other hosts count as alive."""
     (host, boot, number), (here, since, mine) = by, this_process()
     if host != here:
         return True
@@ -330,3 +329,182 @@ def _may_go_on(by: Sequence[Any]) -> bool:
     except PermissionError:  # the process exists and belongs to another user
         pass
     return True
+
+
+# The Optuna study of one problem on one machine, stored next to the runs. Other tuners may use it at the same time, or be
+# creating its tables.
+
+BUSY_S = 30
+"""Seconds that Optuna waits for a locked SQLite file before it raises."""
+ATTEMPTS, TABLES_PAUSE_S = 10, 0.1
+"""Attempts to create Optuna's tables while other processes create them, and the mean pause after a failed attempt."""
+METRIC = "latency (us)"
+ANEW = " since run "
+STATUS = "status"
+"""Attribute of Optuna's trials with the status of the measurement."""
+VARIANT, SPEEDUP = "variant", "times faster than BSP"
+"""Attributes of Optuna's trials for people. The speed-up is over the best BSP so far, measured at another time."""
+FINISHED = TrialState.COMPLETE, TrialState.PRUNED
+_GONE = "Record does not exist."  # Optuna's message for a missing study or trial
+
+
+@contextmanager
+def using(url: str) -> Iterator[None]:
+    """Turns errors of the study's tables into a MachineError, or into a DatabaseBusy if waiting helps."""
+    with failing(url):
+        try:
+            yield
+        except KeyError as error:
+            if error.args != (_GONE,):
+                raise
+            raise Unusable("has lost the study that is in use", "leave studies alone that are in use,") from error
+
+
+@contextmanager
+def readable(url: str) -> Iterator[None]:
+    """Like `using`. Rows that Optuna cannot read are bad input: they were edited, or written by another version of Optuna."""
+    try:
+        with using(url):
+            yield
+    except (UsageError, MachineError):
+        raise
+    except (LookupError, ValueError, TypeError, AssertionError, RuntimeError) as error:
+        message = f"holds a study that Optuna cannot read ({type(error).__name__}: {reason(error)})"
+        raise UsageError(f"database {shown(url)} {message}: mend or remove the study, or {ELSEWHERE}") from error
+
+
+class Study:
+    """The records of a study in the database, which dashboards show. Writes are delayed: the search never reads the records, and
+    writes them while the ranks measure.
+    """
+
+    def __init__(self, space: Space, ledger: Ledger, name: str, settings: Settings) -> None:
+        self._space, self._url, self._patience = space, ledger.store.url, ledger.patience
+        with readable(self._url):
+            self.records: optuna.Study = self.call(open_study, self._url, name, ledger.run_id, settings)
+        self._waiting: list[Measurement] = []
+        self._baseline_us: float | None = None
+
+    def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls a function that uses the database, and waits if the database is busy."""
+        def attempt() -> R:
+            with using(self._url):
+                return function(*args, **kwargs)
+
+        return self._patience(attempt)
+
+    def describe(self, about: Mapping[str, str]) -> None:
+        """Stores facts about the study for people, shown for instance in optuna-dashboard."""
+        with readable(self._url):
+            stored = self.call(lambda: self.records.user_attrs)
+        for name, fact in about.items():
+            if stored.get(name) != fact:
+                self.call(self.records.set_user_attr, name, fact)
+
+    def keep(self, measured: Sequence[Measurement]) -> None:
+        """Writes missing records. These are trials from before other variants changed, trials of runs with another choice of
+        variants, and trials that a killed run could not write.
+        """
+        if measured:
+            with readable(self._url):
+                written = [trial.params for trial in self.call(self.records.get_trials, deepcopy=False, states=FINISHED)]
+            self._waiting += [measurement for measurement in measured if Space.as_suggestion(measurement.config) not in written]
+            self.save()
+
+    def queue(self, measurement: Measurement) -> None:
+        """Queues a measurement for `save`."""
+        self._waiting.append(measurement)
+
+    def save(self) -> None:
+        """Writes the queued measurements one by one."""
+        while self._waiting:
+            self.call(self._write, self._waiting[0])
+            del self._waiting[0]
+
+    def give_up(self) -> None:
+        """Writes the queued measurements if the database accepts them at once; else the next run writes them."""
+        with suppress(MachineError), using(self._url):
+            for measurement in self._waiting:
+                self._write(measurement)
+        self._waiting.clear()
+
+    def _write(self, measurement: Measurement) -> None:
+        us = measurement.latency_us if measurement.verified else None
+        if us and measurement.config.variant == "bsp":
+            self._baseline_us = min(us, self._baseline_us or us)
+        attributes: dict[str, str | float] = {STATUS: measurement.status, VARIANT: measurement.config.variant}
+        if us and self._baseline_us:
+            attributes[SPEEDUP] = round(self._baseline_us / us, 3)
+        self.records.add_trial(finished(self._space, measurement, attributes))
+
+
+def finished(
+    space: Space, measurement: Measurement, attributes: Mapping[str, str | float] | None = None
+) -> optuna.trial.FrozenTrial:
+    """The Optuna trial for a measurement. Outcomes without a verified latency are pruned, which the sampler takes as bad."""
+    params = Space.as_suggestion(measurement.config)
+    space.suggest(spelled := optuna.trial.FixedTrial(params))
+    value = score_us(measurement) if measurement.verified else None
+    state = TrialState.PRUNED if value is None else TrialState.COMPLETE
+    return optuna.trial.create_trial(
+        state=state, value=value, params=params, distributions=spelled.distributions, user_attrs=dict(attributes or {})
+    )
+
+
+def open_study(url: str, name: str, run_id: int, settings: Settings) -> optuna.Study:
+    """The study of this name. A run without resumption creates a new study, because another tuner may be using the old one. Later
+    runs use the newest study.
+    """
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    storage = _storage(url)
+    if not settings.resume:
+        name += f"{ANEW}{run_id}"
+    elif anew := [summary.study_name for summary in storage.get_all_studies() if summary.study_name.startswith(name + ANEW)]:
+        name = anew[-1]
+    study = optuna.create_study(storage=storage, study_name=name, direction="minimize", load_if_exists=True)
+    if study.directions != [optuna.study.StudyDirection.MINIMIZE]:
+        raise ValueError(f"study {name!r} does not minimize one value")
+    with _experiments():
+        if study.metric_names != [METRIC]:
+            study.set_metric_names([METRIC])
+    return study
+
+
+def study_name(problem: Problem, hardware: Hardware, environment: Environment, conditions: Conditions, space: str) -> str:
+    """The name of a problem's study, readable, with a digest of all facts that make trials comparable."""
+    key = f"{problem.key} on {hardware.digest} with {environment.digest} in {space} as {conditions.key}"
+    place = f"{problem.world_size} x {hardware.device}" if hardware.on_gpu else f"{problem.world_size} CPU ranks"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:8]
+    return f"{problem.op} {problem.brief()} | {place} | {conditions.key} | triton {environment.triton} | {digest}"
+
+
+def sampler_for(name: str, seed: int) -> BaseSampler:
+    """Optuna's sampler. With `gp` it is never asked."""
+    if name != "tpe":
+        return optuna.samplers.RandomSampler(seed=seed)
+    # group: parameters of different variants are modelled separately; multivariate: parameters of one variant are modelled
+    # jointly.
+    with _experiments():
+        return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=12)
+
+
+@contextmanager
+def _experiments() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        yield
+
+
+def _storage(url: str) -> RDBStorage:
+    """Optuna's tables, created if they are missing. Optuna creates them one by one, and fails if another process is faster."""
+    connect = {"timeout": BUSY_S} if url.startswith("sqlite") else {}
+    said: BaseException | None = None
+    for _ in range(ATTEMPTS):
+        try:
+            return RDBStorage(url, engine_kwargs={"connect_args": connect})
+        except DBAPIError as error:
+            said = error.orig
+            if not isinstance(error, IntegrityError | ProgrammingError) and "already exists" not in str(said):
+                raise
+            time.sleep(random.uniform(0.5, 1.5) * TABLES_PAUSE_S)  # so that colliding processes do not collide again
+    raise Unusable(f"does not take the tables of Optuna ({' '.join(str(said).split())})", "mend it")

@@ -35,16 +35,14 @@ from autotax.runner.measurement import Measurement, Runner
 from autotax.software import Environment
 from autotax.spaces import Space, space_for
 from autotax.tuner.model import Model, Prior, prior_for, usual_sampler
-from autotax.tuner.study import finished, sampler_for
+from autotax.tuner.run_recorder import finished, sampler_for
 
 PATIENCE = 12
 """Unusable suggestions in a row before a random new config is taken."""
 BEST = 3
 """Best configs whose neighbours are tried, beginning with the very best."""
 SLOW, ENOUGH = 1.3, 4
-"""A config whose predicted latency is SLOW times the best is not measured, once ENOUGH configs have been verified. This applies
-only with a trained prior.
-"""
+"""A config predicted to take SLOW times the best is not measured, once ENOUGH are verified. Only with a trained prior."""
 FEWEST = 12
 """Verified configs before the model estimates the gain of further trials."""
 
@@ -136,9 +134,7 @@ class Search:
         return self._by_optuna() or next(filter(self._usable, self._others()), None)
 
     def _neighbour(self, by_model: bool) -> Config | None:
-        """A new neighbour of one of the best configs, as long as there are any. With Optuna's samplers it gives one every second
-        time.
-        """
+        """A new neighbour of one of the best configs, or None. With Optuna's samplers it gives one every second time."""
         if self._alone or self._sampler_name == "random" or (not by_model and self._turn % 2):
             return None
         for best in sorted(self._latencies, key=self._latencies.__getitem__)[:BEST]:
@@ -209,9 +205,7 @@ UPCOMING = 16
 
 
 def opened(settings: Settings, problem: Problem, hardware: Hardware, space: Space | None = None) -> tuple[Settings, Space]:
-    """Settings with all defaults filled in, and the space of the variants that they name. Raises UsageError for settings that do
-    not fit.
-    """
+    """Settings with all defaults, and the space of the variants that they name. Raises UsageError for what does not fit."""
     space = space or space_for(problem, hardware)
     if settings.variants:
         space = space.only(("bsp", *settings.variants) if "bsp" in space.variants else settings.variants)
@@ -220,9 +214,7 @@ def opened(settings: Settings, problem: Problem, hardware: Hardware, space: Spac
 
 
 def without_ladder(space: Space, won: Collection[Config]) -> Space:
-    """The space without the variants of the ladder, which only explain where time goes. Ladder variants that have won before
-    stay.
-    """
+    """The space without variants of the ladder, which only explain where time goes, but for those that have won before."""
     winners = {config.variant for config in won}
     ladder = {name for name, variant in registry.of(space.problem).variants.items() if variant.role == "ladder"}
     return space.only([name for name in space.variants if name not in ladder - winners])

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem
@@ -16,22 +17,24 @@ from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Runner, TimeIsUp
 from autotax.software import Environment
-from autotax.spaces import Space
+from autotax.spaces import Space, space_for
 from autotax.tuner.finalists import (
     BASELINES,
     CHALLENGERS,
     FEWEST_JOBS,
     Decision,
     Paces,
+    beside,
     choose_finalists,
+    doubtful,
     run_finalists,
+    score_us,
+    settled,
     told,
 )
 from autotax.tuner.progress import Accounts, FailedVariant, Listener, Progress, Silence, Verdict
-from autotax.tuner.run_recorder import Flight, Ledger
+from autotax.tuner.run_recorder import Flight, Ledger, Study, study_name
 from autotax.tuner.search import UPCOMING, Search, opened, without_ladder
-from autotax.tuner.statistics import beside, doubtful, score_us, settled
-from autotax.tuner.study import Study, study_name
 
 HOPELESS = 2.0
 """A candidate slower than the best by this factor is given up after its first samples."""
@@ -63,7 +66,7 @@ def tune(
     accounts = Accounts()
     ledger = Ledger(store, problem, hardware, environment, settings, listener or Silence())
     limit = TimeLimit(settings.timeout_s, accounts.started if began is None else began)
-    run = _Run(problem, hardware, runner, ledger, settings, space, accounts, meanwhile, limit)
+    run = _Run(problem, hardware, runner, ledger, settings, space, accounts, meanwhile, limit, settings.soak or 0)
     decision, interrupted = None, False
     try:
         decision = run.execute()
@@ -74,7 +77,15 @@ def tune(
     except BaseException:
         ledger.abandon("failed", accounts.told())
         raise
-    assert settings.conditions is not None and settings.soak is not None
+    ended = {"interrupted": interrupted, "late": run.late, "soak": run.soak, "failed": run.failed()}
+    return _verdict(ledger, decision, run.measured, accounts, **ended)
+
+
+def _verdict(
+    ledger: Ledger, decision: Decision | None, measured: Sequence[Measurement], accounts: Accounts, **ended: Any
+) -> Verdict:
+    """How a run ended that the ledger recorded."""
+    problem, hardware, environment = ledger.key
     return Verdict(
         problem=problem,
         hardware=hardware,
@@ -83,39 +94,38 @@ def tune(
         baseline=decision.baseline if decision else None,
         tie=decision.tie if decision else False,
         standings=decision.standings if decision else (),
-        trials=run.statuses(),
+        trials=_statuses(measured),
         seconds=accounts.seconds,
-        interrupted=interrupted,
-        conditions=settings.conditions,
-        soak=run.soak,
-        late=run.late,
-        failed=run.failed(),
+        conditions=ledger.conditions,
         notices=tuple(ledger.notices),
         accounts=accounts.told(),
+        **ended,
     )
 
 
+def _statuses(measured: Sequence[Measurement]) -> dict[str, int]:
+    """The number of measurements by status."""
+    return dict(Counter(measurement.status for measurement in measured))
+
+
+@dataclass
 class _Run:
     """One run of the tuner, from the first suggestion to the decision."""
 
-    def __init__(
-        self, problem: Problem, hardware: Hardware, runner: Runner, ledger: Ledger, settings: Settings, space: Space,
-        accounts: Accounts, meanwhile: Meanwhile | None, limit: TimeLimit,
-    ) -> None:  # fmt: skip
-        self.problem = problem
-        self.hardware = hardware
-        self.runner = runner
-        self.ledger = ledger
-        self.settings = settings
-        self.space = space
-        self.accounts = accounts
-        self.meanwhile = meanwhile
-        self.limit = limit
-        self.soak = settings.soak or 0
-        self.cut = False
-        """Whether the time limit ended the search."""
-        self.late = False
-        self.measured: list[Measurement] = []
+    problem: Problem
+    hardware: Hardware
+    runner: Runner
+    ledger: Ledger
+    settings: Settings
+    space: Space
+    accounts: Accounts
+    meanwhile: Meanwhile | None
+    limit: TimeLimit
+    soak: int
+    cut: bool = False
+    """Whether the time limit ended the search."""
+    late: bool = False
+    measured: list[Measurement] = field(default_factory=list)
 
     def execute(self) -> Decision | None:
         if not self.settings.variants:
@@ -129,9 +139,7 @@ class _Run:
         return self._decide()
 
     def _tell_untried(self) -> None:
-        """Reports variants without trials: earlier runs may have used the budget before a variant existed, or before its sources
-        changed.
-        """
+        """Reports variants without trials, for instance new ones after earlier runs have used the budget."""
         untried = sorted(set(self.space.variants) - {measurement.config.variant for measurement in self.measured})
         if untried and len(self.measured) >= self.settings.trials:
             used = f"earlier runs have used the budget of {self.settings.trials} trials: give more --trials"
@@ -260,9 +268,7 @@ class _Run:
         again, measured = self._measure([best.candidate, candidate], effort, meanwhile)
         return beside(best, again, measured)
 
-    def _measure(
-        self, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
-    ) -> list[Measurement]:
+    def _measure(self, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None) -> list[Measurement]:
         """Runs one job of the runner, and records its time and its notices."""
         meanwhile_s = 0.0
 
@@ -351,9 +357,7 @@ class _Run:
         return decision
 
     def _unfit(self) -> set[Config]:
-        """Configs that failed as finalists before. Configs that were being measured when runs were killed are first stored as
-        such failures.
-        """
+        """Configs that failed as finalists before; those that were in flight when runs were killed are first stored as such."""
         failed = self.ledger.failed_finalists()
         failures = failed | {m.config for m in self.measured if m.status != "ok"}
         for config in (config for config in self.flight.deadly if config not in failures):
@@ -368,7 +372,7 @@ class _Run:
             problem=self.problem,
             done=len(self.measured),
             wanted=self.settings.trials,
-            statuses=self.statuses(),
+            statuses=_statuses(self.measured),
             last=last,
             best=self._best(self.measured),
             baseline_us=baseline.latency_us if baseline else None,
@@ -378,10 +382,6 @@ class _Run:
             phase=phase,
             gain=self.accounts.gain,
         )
-
-    def statuses(self) -> dict[str, int]:
-        """The number of trials by status, including earlier runs."""
-        return dict(Counter(measurement.status for measurement in self.measured))
 
     def failed(self) -> tuple[FailedVariant, ...]:
         """The variants of which no trial was right, with their first failure."""
@@ -434,3 +434,67 @@ class TimeLimit:
 
     def __str__(self) -> str:
         return f"the time limit of {self.seconds:g} s"
+
+
+# Proofs of known configs without a search: they are verified, soaked, and measured interleaved with bulk-synchronous (BSP).
+
+def prove(
+    problem: Problem,
+    configs: Sequence[Config],
+    *,
+    hardware: Hardware,
+    runner: Runner,
+    store: Store,
+    environment: Environment,
+    settings: Settings,
+    listener: Listener | None = None,
+    limit: TimeLimit | None = None,
+) -> Verdict:
+    """The verdict of a finalist round of `configs`, BSP and the stored winner. Everything is stored as `tune` stores it.
+
+    Configs that the space does not admit are left out with a notice. Ctrl-C and the end of `limit` end the run without a
+    decision. Raises UsageError and MachineError as `tune` does.
+    """
+    space = space_for(problem, hardware)
+    settings = replace(settings, proof=True).on(hardware)
+    assert settings.conditions is not None and settings.soak is not None
+    accounts = Accounts()
+    ledger = Ledger(store, problem, hardware, environment, settings, listener or Silence())
+
+    def measure(together: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+        started = time.monotonic()
+        measured = runner.measure(problem, together, replace(effort, within_s=limit.last if limit else None))
+        accounts.note(measured, time.monotonic() - started)
+        for notice in (notice for measurement in measured for notice in measurement.notices):
+            ledger.notice(notice)
+        for wrong in (measurement for measurement in measured if measurement.status == "wrong_result"):
+            ledger.withdraw(wrong)
+        return measured
+
+    decision, interrupted, late = None, False, False
+    measured: list[Measurement] = []
+    try:
+        for config in configs:
+            if why := space.why_not(config):
+                ledger.notice(f"{config} does not fit any more: {why}")
+        contenders = [space.default("bsp"), *configs]
+        candidates = [Candidate(config, settings.conditions) for config in contenders if config in space]
+        accounts.search_ended()
+        decision, measured = run_finalists(
+            space, measure, list(dict.fromkeys([*candidates, *ledger.champions()])), soak=settings.soak
+        )
+        ids = ledger.add_finalists(0, measured)
+        if decision:
+            ledger.crown(decision, measured, ids)
+        ledger.end("done" if decision else "failed", accounts.told())
+    except TimeIsUp as stage:
+        late = True
+        ledger.notice(f"{limit} came in the finals ({stage}), so nothing is decided")
+        ledger.end("failed", accounts.told())
+    except KeyboardInterrupt:
+        interrupted = True
+        ledger.abandon("interrupted", accounts.told())
+    except BaseException:
+        ledger.abandon("failed", accounts.told())
+        raise
+    return _verdict(ledger, decision, measured, accounts, interrupted=interrupted, late=late, soak=settings.soak)

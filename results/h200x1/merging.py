@@ -27,7 +27,7 @@ from autotax.kernels.context import Context
 from autotax.kernels.decode_merge.bsp import merge_kernel
 from autotax.kernels.offline import fix_cache_keys
 from autotax.kernels.primitives import ERROR
-from autotax.operators.calls import make_inputs
+from autotax.operators.verification import make_inputs
 from autotax.runner.sampling import Yardstick
 from autotax.spaces import space_for
 from tests.gpu.ranks_of_one_gpu import SlabOfMany

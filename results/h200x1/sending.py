@@ -34,8 +34,7 @@ from autotax.kernels.alignment import now_ns
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter import push, push_specialized, warps
 from autotax.kernels.offline import fix_cache_keys
-from autotax.operators.calls import make_inputs
-from autotax.operators.verification import relative_error
+from autotax.operators.verification import make_inputs, relative_error
 from autotax.runner.precompile import CompileAhead
 from autotax.spaces import space_for
 from tests.gpu.ranks_of_one_gpu import SlabOfMany

@@ -19,7 +19,7 @@ from sqlalchemy import insert
 from autotax import AllGatherGemm, lookup
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.db import Store, row_mapping
+from autotax.db import Store, formats
 from autotax.db.lookup import reload
 from autotax.db.records import TrialRecord, WinnerRecord
 from autotax.db.schema import ProblemRow, WinnerRow
@@ -53,7 +53,7 @@ def fill(path: Path, count: int) -> None:
         with store.engine.begin() as connection:
             rows = [{"key": p.key, "op": p.op, "fields": p.to_dict()} for p in problems if p != FIRST]
             connection.execute(insert(ProblemRow), rows)
-            connection.execute(insert(WinnerRow), [_values(row_mapping.winner_row(winner)) for winner in winners])
+            connection.execute(insert(WinnerRow), [_values(formats.winner_row(winner)) for winner in winners])
 
 
 def _values(row: WinnerRow) -> dict[str, object]:

@@ -20,8 +20,8 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.hardware import Hardware, detect
 from autotax.heap.world import World
-from autotax.operators.calls import make_inputs
 from autotax.operators.problems import FlashDecode
+from autotax.operators.verification import make_inputs
 from autotax.spaces import space_for
 
 ODD = 5

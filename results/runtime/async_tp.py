@@ -51,9 +51,9 @@ from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.software import environment
 from autotax.spaces import space_for
 from autotax.torch import plans, scaled, symm_mem
-from autotax.torch.calls import GATHER, SCATTER
 from autotax.torch.registration import OPERATORS
-from autotax.tuner.statistics import speedup
+from autotax.torch.symm_mem import GATHER, SCATTER
+from autotax.tuner.finalists import speedup
 
 NCCL, TORCH, OURS = EDITIONS = ("NCCL", "torch async TP", "autotax")
 MODULES = "autotax.nn"

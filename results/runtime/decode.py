@@ -45,7 +45,7 @@ from autotax.operators.problems import GemmReduceScatter, HeadGather
 from autotax.operators.scaled import library_product, quantised, scales_of
 from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.spaces import space_for
-from autotax.tuner.statistics import speedup
+from autotax.tuner.finalists import speedup
 
 NCCL, FUSED, OURS = EDITIONS = ("NCCL", "NCCL, norm fused", "autotax")
 EPS = 1e-5

@@ -33,7 +33,7 @@ from autotax.heap import World
 from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.software import environment
 from autotax.torch import plans, symm_mem
-from autotax.torch.calls import GATHER, SCATTER
+from autotax.torch.symm_mem import GATHER, SCATTER
 
 SIZES = {"gpu": (512, 7168, 8192), "cpu": (16, 16, 16)}
 """m over all ranks, n and k; of the row-parallel product n and k the other way round."""

@@ -42,7 +42,7 @@ from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.software import environment
 from autotax.spaces import space_for
 from autotax.tuner.comparison import baseline_for, trials_here
-from autotax.tuner.statistics import speedup
+from autotax.tuner.finalists import speedup
 
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-4}
 """Greatest ||ours - theirs|| / ||theirs|| of the last layer: both round to the dtype several times a layer, in other places."""

@@ -39,7 +39,7 @@ from autotax.heap import World
 from autotax.nn import AllGatherLinear, FlashDecode
 from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.software import environment
-from autotax.tuner.statistics import median_interval
+from autotax.tuner.finalists import median_interval
 
 BUDGET_US = 15.0
 WARM_ROUNDS = 50

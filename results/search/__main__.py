@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autotax.cli import app
+from autotax.cli.app import Command
 from autotax.cli.messages import say
 from autotax.cli.options import DeployOptions, MachineOptions, OutputOptions, ProblemOptions, whole
-from autotax.cli.parsing import Command
 from autotax.core.errors import UsageError
 from autotax.core.files import refuse_unwritable
 from autotax.operators import operators

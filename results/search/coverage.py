@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from autotax.core.config import Config  # noqa: E402
-from autotax.tuner import statistics as ours  # noqa: E402
+from autotax.tuner import finalists as ours  # noqa: E402
 
 COMMIT = "c0913ff"
 FILE = Path(__file__).with_name("repeats.json.gz")

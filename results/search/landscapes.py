@@ -20,13 +20,13 @@ import msgspec
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError, summary
-from autotax.core.files import write_whole
+from autotax.core.files import LONGEST_NAME, Malformed, Sample, converted, from_json, read_bytes, write_whole
 from autotax.core.problem import Problem
 from autotax.core.settings import INVALIDITY
-from autotax.core.validation import LONGEST_NAME, Malformed, Sample, converted, from_json, problem_of, read_bytes
-from autotax.db.file_format import EnvironmentShape, HardwareShape
+from autotax.db.formats import EnvironmentShape, HardwareShape
 from autotax.db.records import RunRecord, TrialRecord
 from autotax.db.store import Store
+from autotax.operators.problem_files import problem_of
 from autotax.tuner.run_recorder import FINALISTS
 
 FORMAT, VERSION = "autotax landscapes", 1

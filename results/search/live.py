@@ -36,8 +36,7 @@ from autotax.core.problem import Problem  # noqa: E402
 from autotax.core.settings import as_deployed  # noqa: E402
 from autotax.operators.problems import AllGatherGemm, FlashDecode  # noqa: E402
 from autotax.runner import Candidate, Effort  # noqa: E402
-from autotax.tuner.finalists import ROUND_EFFORT  # noqa: E402
-from autotax.tuner.statistics import speedup  # noqa: E402
+from autotax.tuner.finalists import ROUND_EFFORT, speedup  # noqa: E402
 
 JUDGE = Effort(samples=100, seconds=2.0)
 OPTIONS: argparse.Namespace

@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 from autotax.core.config import Config  # noqa: E402
 from autotax.core.problem import Problem  # noqa: E402
-from autotax.core.validation import problem_of  # noqa: E402
 from autotax.hardware import Hardware  # noqa: E402
+from autotax.operators.problem_files import problem_of  # noqa: E402
 from autotax.tuner import model as prior  # noqa: E402
 from results.search import landscapes  # noqa: E402
 from results.search.held_out_priors import group_of  # noqa: E402

@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from autotax.db.file_format import read
+from autotax.db.formats import read
 from autotax.db.records import WinnerRecord
 from autotax.db.shipped import FOLDER
 from autotax.kernels.context import Context

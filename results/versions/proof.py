@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from autotax.db import Store, TrialRecord, lookup
-from autotax.db.file_format import read
+from autotax.db.formats import read
 from autotax.engines import thresholds
 from autotax.hardware import detect
 from autotax.heap.world import World

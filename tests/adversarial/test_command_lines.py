@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from autotax.db import Store, file_format
+from autotax.db import Store, formats
 from tests.adversarial.grammar import lines, rules, write_bad_files
 from tests.cli.conftest import Run, Tuner, db, ranks, run, tuner  # noqa: F401
 from tests.db.conftest import keep_winner
@@ -27,7 +27,7 @@ MOST_SECONDS = 20.0
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a good file of winners, a database that holds some, and bad files of shapes and models."""
     monkeypatch.chdir(tmp_path)
-    file_format.write(tmp_path / "good.json", [an_entry()])
+    formats.write(tmp_path / "good.json", [an_entry()])
     with Store.open(tmp_path / "full.db") as store:
         keep_winner(store)
     write_bad_files(tmp_path)

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from autotax.core.terminal import settle_sizes
-from autotax.db import Store, file_format
+from autotax.db import Store, formats
 from tests.adversarial.environments import HostileEnvironment, environments
 from tests.adversarial.test_command_lines import complaint
 from tests.cli.conftest import Run, Tuner, db, ranks, run, tuner  # noqa: F401
@@ -45,7 +45,7 @@ def wrong(hostile: HostileEnvironment, line: list[str], got: tuple[int, str, str
     if "--json" in line and json.loads(out)["results"] != json.loads(friendly[1])["results"]:
         return f"another answer: {out[:300]!r}"
     if "-o" in line:
-        file_format.read(Path("winners.json"))  # whatever the user is called
+        formats.read(Path("winners.json"))  # whatever the user is called
     return None if out else "no answer"
 
 
@@ -124,7 +124,7 @@ def test_who_has_no_home_looks_up_what_is_shipped(tmp_path: Path) -> None:
     "line", [["winners"], ["trials"], ["export", "-o", "new"], ["report"], ["import", "x"], ["tune"], ["doctor"]]
 )
 def test_who_has_no_home_is_told_so(tmp_path: Path, line: list[str]) -> None:
-    file_format.write(tmp_path / "x", [an_entry()])
+    formats.write(tmp_path / "x", [an_entry()])
     (tmp_path / "x").chmod(0o644)
     tmp_path.chmod(0o777)
     done = without_home(tmp_path, *line)

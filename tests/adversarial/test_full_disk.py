@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from autotax.db import Store, file_format
+from autotax.db import Store, formats
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm
 from tests.cli.conftest import BSP, PUSH, Result, Run, Tuner, db, keep_winner, ranks, run, tuner  # noqa: F401
@@ -51,7 +51,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         pytest.skip("needs the right to mount")
     try:
         keep_winner(folder / "autotax.db", PROBLEM, detect("cpu"), PUSH, BSP)
-        file_format.write(folder / "winners.json", [an_entry(by="before")])
+        formats.write(folder / "winners.json", [an_entry(by="before")])
         yield Disk(folder)
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True)
@@ -103,7 +103,7 @@ def test_what_is_kept_can_be_taken_elsewhere(run: Run, disk: Disk, tmp_path: Pat
     disk.fill()
     for command in ("export", "report"):
         assert run(command, "--db", disk.folder / "autotax.db", "-o", tmp_path / command).code == 0
-    assert [entry.winner.problem for entry in file_format.read(tmp_path / "export")] == [PROBLEM]
+    assert [entry.winner.problem for entry in formats.read(tmp_path / "export")] == [PROBLEM]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_file_is_written_whole_or_what_was_there_stays(run: Run, disk: Disk, c
 
 def test_an_import_is_whole_or_none_and_succeeds_later(run: Run, disk: Disk, tmp_path: Path) -> None:  # noqa: F811
     database, file = disk.folder / "autotax.db", tmp_path / "many.json"
-    file_format.write(file, [an_entry(problem=replace(PROBLEM, m=64 * m)) for m in range(2, 60)])
+    formats.write(file, [an_entry(problem=replace(PROBLEM, m=64 * m)) for m in range(2, 60)])
     disk.fill()
     assert str(database) in told(run("import", file, "--db", database))
     assert winners(database) == 1

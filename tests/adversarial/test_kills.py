@@ -18,7 +18,7 @@ import optuna
 import pytest
 
 from autotax.core.conditions import ON_CPU
-from autotax.db import Store, file_format
+from autotax.db import Store, formats
 from autotax.db.records import MissRecord
 from autotax.operators import operators
 from autotax.operators.problems import AllGatherGemm
@@ -82,11 +82,11 @@ def proven(folder: Path) -> int:
 
 
 def write_file(folder: Path, number: int) -> None:
-    file_format.write(folder / "winners.json", [an_entry(by=f"writer{number + 1}", problem=problem(m)) for m in range(FEW)])
+    formats.write(folder / "winners.json", [an_entry(by=f"writer{number + 1}", problem=problem(m)) for m in range(FEW)])
 
 
 def written(folder: Path) -> int:
-    entries = file_format.read(folder / "winners.json")
+    entries = formats.read(folder / "winners.json")
     (by,) = {entry.by or "" for entry in entries}
     assert len(entries) == FEW
     return int(by.removeprefix("writer"))

@@ -149,12 +149,12 @@ def test_a_chart_that_cannot_be_drawn_costs_no_other() -> None:
             renderer.svg({"mark": 3})
         for _ in range(MOST_LOSSES):
             assert "<svg" in renderer.svg(CHART)
-            assert renderer._child
-            os.kill(renderer._child.process.pid, signal.SIGKILL)
+            assert renderer.child
+            os.kill(renderer.child.process.pid, signal.SIGKILL)
             with pytest.raises(Undrawn, match=r"^the process that draws was killed by SIGKILL$"):
                 renderer.svg(CHART)
         with pytest.raises(Undrawn, match="was killed by SIGKILL"):
             renderer.svg(CHART)
-        assert len(renderer.undrawn) == MOST_LOSSES + 2 and renderer._child is None
+        assert len(renderer.undrawn) == MOST_LOSSES + 2 and renderer.child is None
     finally:
         renderer.close()

@@ -109,7 +109,7 @@ def test_a_bad_word_is_one_line(word: str) -> None:
 
 @pytest.mark.parametrize("name", ["my.op_of_a_test.py", "v1.2.op_of_a_test.py", "a-b.op_of_a_test.py"])
 def test_a_file_may_have_several_dots(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotax.operators.loading.digests", {})
+    monkeypatch.setattr("autotax.operators.registry.digests", {})
     (tmp_path / name).write_text("VALUE = 7\n")
     load(str(tmp_path / name))
     assert sys.modules.pop(name[:-3].replace(".", "_")).VALUE == 7
@@ -119,7 +119,7 @@ def test_a_file_may_have_several_dots(tmp_path: Path, name: str, monkeypatch: py
 def test_a_file_that_has_changed_is_not_loaded_again_in_silence(
     tmp_path: Path, change: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotax.operators.loading.digests", {})
+    monkeypatch.setattr("autotax.operators.registry.digests", {})
     file = tmp_path / "changing_module_of_a_test.py"
     file.write_text("VALUE = 7\n")
     load(str(file))

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from autotax.core.errors import MachineError
-from autotax.heap.rendezvous import NAME, Meeting, meet
-from autotax.runner import fork_server
+from autotax.heap.world import NAME, Meeting, meet
+from autotax.runner import processes
 from tests.adversarial.stranger import NOBODY
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
@@ -61,7 +61,7 @@ def squatter() -> Iterator[tuple[str, int]]:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-                listener.bind(fork_server.address_of(name, {}))
+                listener.bind(processes.address_of(name, {}))
                 listener.listen(1)
                 os.write(told, b"1")
                 client, _ = listener.accept()
@@ -81,7 +81,7 @@ def squatter() -> Iterator[tuple[str, int]]:
 def test_a_squatter_of_the_fork_servers_name_gets_nothing(squatter: tuple[str, int]) -> None:
     name, reading = squatter
     with pytest.raises(PermissionError, match=f"taken by user {NOBODY}"):
-        fork_server._connected(fork_server.address_of(name, {}))
+        processes._connected(processes.address_of(name, {}))
     assert os.read(reading, 1 << 16) == b""
 
 

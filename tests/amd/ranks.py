@@ -20,8 +20,7 @@ from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.offline import fix_cache_keys, known_hardware, pretend
-from autotax.operators.calls import make_inputs, reference
-from autotax.operators.verification import relative_error
+from autotax.operators.verification import make_inputs, reference, relative_error
 from tests.amd.listing import read
 from tests.amd.machine import Machine, Program
 from tests.amd.memory import Memory

@@ -16,7 +16,7 @@ from autotax.hardware import detect
 from autotax.operators import operators, with_world_size
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.report.formatting import CPU_NOTE
-from autotax.runner.pool import GroupLost
+from autotax.runner.local_runner import GroupLost
 from autotax.software import environment
 from autotax.tuner.comparison import Choice
 from autotax.tuner.progress import FailedVariant

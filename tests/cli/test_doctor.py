@@ -55,8 +55,8 @@ def test_the_versions_tried_are_those_of_the_makefile() -> None:
     tried = next(line for line in lines if line.startswith("VERSIONS ?= ")).removeprefix("VERSIONS ?= ").split()
     of = [dict(zip(("python", "torch", "triton"), version.split("/"), strict=True)) for version in tried]
     for name, (first, last) in doctor.TRIED.items():
-        numbers = [doctor._numbers(version[name]) for version in of]
-        assert (min(numbers), max(numbers)) == (doctor._numbers(first), doctor._numbers(last)), name
+        numbers = [doctor.numbers_of(version[name]) for version in of]
+        assert (min(numbers), max(numbers)) == (doctor.numbers_of(first), doctor.numbers_of(last)), name
 
 
 @pytest.mark.parametrize("hip", [None, "7.2"])
@@ -92,7 +92,7 @@ def test_dies_are_asked_of_hip(monkeypatch: pytest.MonkeyPatch, told: int | None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "detect", lambda _: MI300X)
     monkeypatch.setattr(doctor, "dies_by_hip", lambda: told)
-    check = doctor._dies()
+    check = doctor.dies()
     assert check.ok is ok
     assert str(told or "HIP does not tell") in check.found
 

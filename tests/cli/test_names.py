@@ -7,9 +7,8 @@ from typing import ClassVar, get_type_hints
 
 import pytest
 
-from autotax.cli.app import COMMANDS, main
+from autotax.cli.app import COMMANDS, Command, main, options_of
 from autotax.cli.options import ProblemOptions
-from autotax.cli.parsing import Command, options_of
 from autotax.operators import Operator, Problem, declaration, dtype, operators, ranks, registry
 
 

@@ -30,8 +30,8 @@ from autotax.db.records import Entry, MissRecord, Place
 from autotax.db.url import shown, sqlite_path
 from autotax.operators import operators
 from autotax.operators.registry import variant_digest
-from autotax.testing.examples import ENVIRONMENT, HARDWARE, Examples
 from tests.conformance.checks import raises, run_all
+from tests.conformance.records import ENVIRONMENT, HARDWARE, Examples
 
 WRITERS, TRIALS = 4, 10
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)

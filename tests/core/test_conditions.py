@@ -6,7 +6,7 @@ import pytest
 
 from autotax.core.conditions import ON_CPU, Conditions
 from autotax.core.errors import UsageError
-from autotax.db.row_mapping import conditions_of
+from autotax.db.formats import conditions_of
 
 
 @pytest.mark.parametrize("skew_us", [0.0, 12.5, 33.333333333, 9999.9999, 1e-7])

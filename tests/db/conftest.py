@@ -16,7 +16,7 @@ import pytest
 from autotax.core.config import Config
 from autotax.db import Store, resolve_url
 from autotax.operators.problems import AllGatherGemm
-from autotax.testing.examples import ENVIRONMENT, HARDWARE, Examples
+from tests.conformance.records import ENVIRONMENT, HARDWARE, Examples
 from tests.conformance.stores import wipe
 from tests.db import server
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from autotax.core.conditions import EAGER
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
-from autotax.db import Store, file_format
+from autotax.db import Store, formats
 from autotax.db.records import Entry, merge
 from autotax.operators import operators
 from tests.db.conftest import BSP, ENVIRONMENT, PROBLEM, PUSH, a_winner, keep_winner
@@ -113,9 +113,9 @@ def test_an_export_brings_winners_to_an_empty_database(store: Store, other: Path
     fill(store)
     fill(store, problem=OTHER, config=BSP, conditions=EAGER, tie=True, samples=None)
     file = tmp_path / "winners.json"
-    file_format.write(file, store.entries(*ALL))
+    formats.write(file, store.entries(*ALL))
     with Store.open(other) as there:
-        outcomes = there.merge(file_format.read(file), "winners.json")
+        outcomes = there.merge(formats.read(file), "winners.json")
         assert [outcome.what for outcome in outcomes] == ["added", "added"]
         found = there.winners()
         assert [replace(winner, trial_id=0) for winner in found] == [replace(w, trial_id=0) for w in store.winners()]
@@ -123,13 +123,13 @@ def test_an_export_brings_winners_to_an_empty_database(store: Store, other: Path
         assert trial.id == found[0].trial_id and trial.verified and trial.samples == found[0].samples[PUSH.digest]  # type: ignore[index]
         [run] = there.runs(PROBLEM)
         assert run.status == "done" and run.ended_at is not None
-        assert run.settings == {"imported_from": {"by": file_format.me(), "at": NOW.isoformat(), "source": "winners.json"}}
-        assert {entry.by for entry in there.entries(*ALL)} == {file_format.me()}
+        assert run.settings == {"imported_from": {"by": formats.me(), "at": NOW.isoformat(), "source": "winners.json"}}
+        assert {entry.by for entry in there.entries(*ALL)} == {formats.me()}
 
-        again = there.merge(file_format.read(file), "winners.json")
+        again = there.merge(formats.read(file), "winners.json")
         assert [(outcome.what, outcome.reason) for outcome in again] == [("kept", "it is the same")] * 2
         assert there.counts() == {"runs": 2, "trials": 2, "winners": 2}
-    back = store.merge(file_format.read(file), "winners.json")
+    back = store.merge(formats.read(file), "winners.json")
     assert {outcome.reason for outcome in back} == {"it is the same"}
 
 
@@ -137,11 +137,11 @@ def test_who_tuned_it_goes_along_unless_it_is_not_told(other: Path, tmp_path: Pa
     file = tmp_path / "winners.json"
     with Store.open(other) as store:
         store.merge([an_entry(by="somebody@far")], "a file")
-        file_format.write(file, store.entries(*ALL))
-        assert [entry.by for entry in file_format.read(file)] == ["somebody@far"]
-        file_format.write(file, store.entries(*ALL), anonymous=True)
-    assert [entry.by for entry in file_format.read(file)] == [None]
-    assert file_format.me() not in file.read_text() and "somebody" not in file.read_text()
+        formats.write(file, store.entries(*ALL))
+        assert [entry.by for entry in formats.read(file)] == ["somebody@far"]
+        formats.write(file, store.entries(*ALL), anonymous=True)
+    assert [entry.by for entry in formats.read(file)] == [None]
+    assert formats.me() not in file.read_text() and "somebody" not in file.read_text()
 
 
 def test_two_databases_merged_either_way_hold_the_same(store: Store, other: Path) -> None:
@@ -171,15 +171,15 @@ def test_two_databases_merged_either_way_hold_the_same(store: Store, other: Path
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("good") / "winners.json"
-    file_format.write(file, [an_entry()])
+    formats.write(file, [an_entry()])
     document: dict[str, Any] = json.loads(file.read_text())
     return document
 
 
 def test_a_good_file_is_read_as_it_was_written(good: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "winners.json").write_text(json.dumps(good))
-    assert file_format.read(tmp_path / "winners.json") == [an_entry()]
-    assert [entry.winner.created_at for entry in file_format.read(tmp_path / "winners.json")] == [NOW]
+    assert formats.read(tmp_path / "winners.json") == [an_entry()]
+    assert [entry.winner.created_at for entry in formats.read(tmp_path / "winners.json")] == [NOW]
 
 
 EMPTY = b'{"format": "autotax winners", "version": 2, "winners": []}'
@@ -261,7 +261,7 @@ def test_a_file_is_read_in_each_form_of_programs(
     good: dict[str, Any], tmp_path: Path, form: Callable[[bytes], bytes]
 ) -> None:
     (tmp_path / "winners.json").write_bytes(form(json.dumps(good, indent=1).encode()))
-    assert file_format.read(tmp_path / "winners.json") == [an_entry()]
+    assert formats.read(tmp_path / "winners.json") == [an_entry()]
 
 
 DATES = {
@@ -283,12 +283,12 @@ def test_a_file_that_is_not_there_or_cannot_be_written_is_one_line(tmp_path: Pat
     refused(tmp_path / "nothing.json")
     refused(tmp_path)
     with pytest.raises(UsageError, match="give another path"):
-        file_format.write(tmp_path / "no folder" / "winners.json", [])
+        formats.write(tmp_path / "no folder" / "winners.json", [])
 
 
 def refused(file: Path) -> str:
     with pytest.raises(UsageError, match="nothing was taken from it") as caught:
-        file_format.read(file)
+        formats.read(file)
     message = str(caught.value)
     assert "\n" not in message and str(file) in message and len(message) < 700
     return message

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from autotax import spaces
 from autotax.core.conditions import ON_CPU, Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
@@ -50,7 +49,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """This machine is HARDWARE with ENVIRONMENT, and its spaces admit all."""
     monkeypatch.setattr(Space, "refused", set(), raising=False)
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
-    monkeypatch.setattr(spaces, "space_for", Space, raising=False)
+    monkeypatch.setattr(module, "space_for", Space)
     monkeypatch.setattr(module, "detect", lambda: HARDWARE)
     monkeypatch.setattr(module, "environment", lambda backend: replace(ENVIRONMENT) if backend else None)
     module.reload()

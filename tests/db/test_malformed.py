@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from autotax.core.conditions import ON_CPU
 from autotax.core.errors import UsageError
-from autotax.db import Store, file_format, shipped
+from autotax.db import Store, formats, shipped
 from autotax.db.lookup import lookup, reload
 from autotax.db.records import MissRecord
 from autotax.operators import operators, problem_from_dict
@@ -86,7 +86,7 @@ def as_json(document: Any) -> bytes:
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_a_winners_file(tmp_path: Path, amount: int) -> None:
     file, db = tmp_path / "winners.json", tmp_path / "autotax.db"
-    file_format.write(file, [an_entry(), an_entry(problem=replace(PROBLEM, m=64))])
+    formats.write(file, [an_entry(), an_entry(problem=replace(PROBLEM, m=64))])
     good = json.loads(file.read_text())
     refused = 0
 
@@ -96,7 +96,7 @@ def test_a_winners_file(tmp_path: Path, amount: int) -> None:
         nonlocal refused
         file.write_bytes(as_json(changed(good, data)))
         try:
-            entries = file_format.read(file)
+            entries = formats.read(file)
         except UsageError as error:
             refused += 1
             told(error)
@@ -294,7 +294,7 @@ def test_a_winners_row_that_is_malformed_is_a_miss_with_a_reason(
 def test_shipped_winners_that_are_malformed_are_a_miss_with_a_reason(tmp_path: Path) -> None:
     shipped.FOLDER.mkdir()
     (shipped.FOLDER / "a.json").write_text("{")
-    file_format.write(shipped.FOLDER / "b.json", [an_entry(problem=replace(PROBLEM, m=2048))])
+    formats.write(shipped.FOLDER / "b.json", [an_entry(problem=replace(PROBLEM, m=2048))])
     answer = lookup(PROBLEM, db=tmp_path / "none.db")
     assert answer.match == "fallback" and "a.json is no export of autotax" in answer.reason
     assert lookup(replace(PROBLEM, m=2048), db=tmp_path / "none.db").match == "exact"

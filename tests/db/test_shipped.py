@@ -12,7 +12,7 @@ import pytest
 
 import autotax
 from autotax.core.config import Config
-from autotax.db import Store, file_format, shipped, staleness
+from autotax.db import Store, formats, records, shipped
 from autotax.db import lookup as module
 from autotax.db.lookup import lookup, reload
 from autotax.db.records import merge
@@ -29,7 +29,7 @@ OTHER = Config.of("push", block_m=32)
 def ship(*named: tuple[str, Config], **more: object) -> None:
     shipped.FOLDER.mkdir(exist_ok=True)
     for name, config in named:
-        file_format.write(shipped.FOLDER / name, [an_entry(config=config, **more)], anonymous=True)
+        formats.write(shipped.FOLDER / name, [an_entry(config=config, **more)], anonymous=True)
 
 
 def test_they_answer_without_a_database(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_those_of_the_package_can_be_read(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_those_of_the_package_hold_for_the_sources_of_today() -> None:
-    entries = [entry.winner for file in FOLDER.glob("*.json") for entry in file_format.read(file)]
+    entries = [entry.winner for file in FOLDER.glob("*.json") for entry in formats.read(file)]
     assert len(entries) >= 136
     stale = {str(won.config) for won in entries if won.kernel_digest != variant_digest(won.problem.op, won.config.variant)}
     assert not stale
@@ -90,11 +90,11 @@ def test_those_of_the_package_hold_for_the_sources_of_today() -> None:
 
 def test_those_of_the_package_answer_where_sources_are_as_they_were(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shipped, "FOLDER", FOLDER)
-    entries = [entry for name in ("h200x4", "h200x4-in-place") for entry in file_format.read(FOLDER / f"{name}.json")]
+    entries = [entry for name in ("h200x4", "h200x4-in-place") for entry in formats.read(FOLDER / f"{name}.json")]
     there = entries[0].winner
     sources = {(entry.winner.problem.op, entry.winner.config.variant): entry.winner.kernel_digest for entry in entries}
     monkeypatch.setattr(module, "environment", lambda _: replace(there.environment, kernels="f" * 16))
-    monkeypatch.setattr(staleness, "variant_digest", lambda *variant: sources[variant])
+    monkeypatch.setattr(records, "variant_digest", lambda *variant: sources[variant])
     found = [lookup(entry.winner.problem, hardware=there.hardware, db=tmp_path / "none.db") for entry in entries]
     assert {answer.match for answer in found} == {"exact"}
     # What was proven in place goes before what was proven back to back.
@@ -111,9 +111,9 @@ def test_they_are_declared_as_data_of_the_package() -> None:
 def test_their_samples_are_in_the_results() -> None:
     """The shipped files hold no samples. The samples in results/, of seven digits, give the shipped latency."""
     for path in sorted(FOLDER.glob("*.json")):
-        recorded = file_format.read(RESULTS.joinpath(*path.stem.split("-", 1)) / "winners.json.xz")
+        recorded = formats.read(RESULTS.joinpath(*path.stem.split("-", 1)) / "winners.json.xz")
         there = {(entry.winner.problem, entry.winner.created_at, entry.winner.latency_us): entry.winner for entry in recorded}
-        for shipped_winner in (entry.winner for entry in file_format.read(path)):
+        for shipped_winner in (entry.winner for entry in formats.read(path)):
             assert shipped_winner.samples is None
             samples = there[shipped_winner.problem, shipped_winner.created_at, shipped_winner.latency_us].samples
             assert samples is not None
@@ -122,7 +122,7 @@ def test_their_samples_are_in_the_results() -> None:
 
 
 def test_they_go_through_a_database_and_back(tmp_path: Path) -> None:
-    entries = file_format.read(FOLDER / "h200x4.json")
+    entries = formats.read(FOLDER / "h200x4.json")
     with Store.open(tmp_path / "some.db") as store:
         store.merge(entries, "h200x4.json")
         back = store.entries(["all-gather-gemm", "flash-decode"], ["cuda"])
@@ -133,11 +133,11 @@ def test_they_go_through_a_database_and_back(tmp_path: Path) -> None:
 def test_those_with_samples_take_their_place(tmp_path: Path) -> None:
     """Of two winners that differ only in samples, the one with samples is better proven."""
     path = RESULTS / "h200x4/winners.json.xz"
-    known = {entry.winner.key for entry in file_format.read(FOLDER / "h200x4.json")}
-    full = [entry for entry in file_format.read(path) if entry.winner.key in known and entry.count]
+    known = {entry.winner.key for entry in formats.read(FOLDER / "h200x4.json")}
+    full = [entry for entry in formats.read(path) if entry.winner.key in known and entry.count]
     assert full
     with Store.open(tmp_path / "some.db") as store:
-        store.merge(file_format.read(FOLDER / "h200x4.json"), "h200x4.json")
+        store.merge(formats.read(FOLDER / "h200x4.json"), "h200x4.json")
         store.merge(full, path.name)
         assert {winner.key for winner in store.winners() if winner.samples} >= {entry.winner.key for entry in full}
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from autotax.core.conditions import EAGER, Conditions
 from autotax.core.config import Config
-from autotax.db.records import Place
-from autotax.db.staleness import stale_winners
+from autotax.db.records import Place, stale_winners
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PUSH, a_winner
 
 USUAL = Conditions.usual(on_gpu=True)

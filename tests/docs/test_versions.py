@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import autotax
-from autotax.db import file_format
+from autotax.db import formats
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((Path(autotax.__file__).parent / "shipped").glob("*.json"))
@@ -35,7 +35,7 @@ MEASURED = (pins("constraints-gpu.txt")["torch"], pins("constraints-gpu.txt")["t
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_winners_are_of_the_pinned_set(path: Path) -> None:
-    found = {versions(entry.winner.environment.to_dict()) for entry in file_format.read(path)}
+    found = {versions(entry.winner.environment.to_dict()) for entry in formats.read(path)}
     assert found == {MEASURED}, f"{path.name} was proven with {found}, pinned is {MEASURED}: {REMEDY}"
 
 

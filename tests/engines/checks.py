@@ -18,14 +18,14 @@ import autotax.torch
 from autotax.core.problem import Problem
 from autotax.db import Store, lookup, reproof
 from autotax.db.records import Place
-from autotax.engines import merges, norms, pending, thresholds
+from autotax.engines import merges, norms, thresholds
 from autotax.engines import sglang as sglang_plugin
 from autotax.engines import vllm as vllm_plugin
 from autotax.heap.world import World
 from autotax.operators import scaled
 from autotax.spaces import space_for
 from autotax.torch import plans
-from autotax.torch.status import Status
+from autotax.torch.plans import Status
 from tests.db.conftest import keep_winner
 from tests.engines import stand_ins
 from tests.torch.checks import normal
@@ -369,7 +369,7 @@ def sums_left(world: World, layer: Any, norm: Any, run: Any, plain: Any) -> list
         residual = normal(tokens, N, seed=7).to(x.dtype)
         expected, before = plain(nn.functional.linear(x, layer.weight), residual.clone(), norm), group.sums
         y, _ = layer(x)
-        was = isinstance(y, pending.Pending)
+        was = isinstance(y, norms.Pending)
         if otherwise:
             torch.testing.assert_close(y * 2, 2 * nn.functional.linear(x, layer.weight), rtol=1e-4, atol=1e-4)
         found = run(y, residual.clone(), norm)
@@ -380,7 +380,7 @@ def sums_left(world: World, layer: Any, norm: Any, run: Any, plain: Any) -> list
 
 def vllm_sums_left(world: World, db: str, us: list[float]) -> list[tuple[int, bool]]:
     """A layer of vLLM with `reduce_results=False` where the ways take `us` microseconds."""
-    with asking(db), stand_ins.vllm(), mock.patch.object(pending, "least_microseconds", side_effect=us):
+    with asking(db), stand_ins.vllm(), mock.patch.object(norms, "least_microseconds", side_effect=us):
         vllm_plugin.register()
         run = sys.modules["vllm.models.some_model"].fused_allreduce_rms_norm
         layer = stand_ins.RowParallelLinear(K, N, bias=False, reduce_results=False)
@@ -389,7 +389,7 @@ def vllm_sums_left(world: World, db: str, us: list[float]) -> list[tuple[int, bo
 
 def sglang_sums_left(world: World, db: str, us: list[float]) -> list[tuple[int, bool]]:
     """The same of SGLang."""
-    with asking(db), stand_ins.sglang() as owners, mock.patch.object(pending, "least_microseconds", side_effect=us):
+    with asking(db), stand_ins.sglang() as owners, mock.patch.object(norms, "least_microseconds", side_effect=us):
         sglang_plugin.register()
         stand_ins.HookRegistry.apply_hooks(owners)
         fused = sys.modules["sglang.srt.layers.layernorm"]._forward_with_allreduce_fusion

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autotax.core.config import Config
-from autotax.engines import batch_invariance
+from autotax.engines import plugin
 from autotax.engines import sglang as sglang_plugin
 from autotax.engines import vllm as vllm_plugin
 from autotax.engines.thresholds import IN_INVARIANT_MODE
@@ -94,12 +94,12 @@ def lines() -> Iterator[list[str]]:
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    batch_invariance._said.clear()
-    batch_invariance.log.addHandler(handler)
+    plugin.vllm_is_invariant.logged = plugin.sglang_is_invariant.logged = False
+    plugin.log.addHandler(handler)
     try:
         yield logged
     finally:
-        batch_invariance.log.removeHandler(handler)
+        plugin.log.removeHandler(handler)
 
 
 def bits_kept(call: Any, layer: Any, x: Tensor) -> None:
@@ -209,7 +209,7 @@ def test_merges_are_the_engines_own(ranks: Ranks, tmp_path: Path) -> None:  # no
 
 @pytest.mark.parametrize("name", MODES)
 def test_every_spelling_of_a_mode(name: str) -> None:
-    ask = batch_invariance.vllm if name in VLLM else batch_invariance.sglang
+    ask = plugin.vllm_is_invariant if name in VLLM else plugin.sglang_is_invariant
     assert not ask()
     with mode(MODES[name]):
         assert ask()
@@ -219,8 +219,8 @@ def test_every_spelling_of_a_mode(name: str) -> None:
 @pytest.mark.parametrize("value", ["", "0", "False", "off"])
 def test_a_mode_that_is_off(value: str) -> None:
     with mode({"VLLM_BATCH_INVARIANT": value, "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": value}):
-        assert not batch_invariance.vllm()
-        assert not batch_invariance.sglang()
+        assert not plugin.vllm_is_invariant()
+        assert not plugin.sglang_is_invariant()
 
 
 def test_settings_that_cannot_be_asked_yet() -> None:
@@ -228,4 +228,4 @@ def test_settings_that_cannot_be_asked_yet() -> None:
         raise ValueError("Global server args is not set yet!")
 
     with mode({"sglang.srt.server_args": {"get_global_server_args": unready}}):
-        assert not batch_invariance.sglang()
+        assert not plugin.sglang_is_invariant()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from autotax.engines import sglang, vllm
-from autotax.engines.contracts import Contract
+from autotax.engines.plugin import Contract
 from autotax.torch import registration
 from tests.engines import stand_ins
 

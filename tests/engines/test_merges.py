@@ -97,7 +97,7 @@ def calls_of_vllm(world: World) -> int:
     assert not out[4].any()
     with pytest.raises(ValueError, match="belong together"):
         vllm.dcp_a2a_lse_reduce(o, lse, group, seq_lens=lens)
-    modules = len(merges._merges[world.data])
+    modules = len(merges.modules_of(group))
     merges.forget(group)
     return modules
 
@@ -119,7 +119,7 @@ def calls_of_sglang(world: World) -> None:
     odd = Coordinator(world.data, 4)
     with pytest.raises(ValueError, match="6 heads on 4 ranks"):
         sglang.dcp_a2a_lse_reduce(o, lse, odd)
-    assert len(merges._merges[world.data]) == 1
+    assert len(merges.modules_of(group)) == 1
     merges.forget(group)
 
 

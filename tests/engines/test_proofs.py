@@ -54,9 +54,11 @@ def test_vllm_goes_on_where_nothing_is_to_be_proven(
 
 def test_sglang_and_torchtitan_prove_what_torchs_operators_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import autotax.torch
-    from autotax.engines import sglang, watch
+    from autotax.engines import plugin, sglang
 
-    monkeypatch.setattr(watch, "folder", lambda: tmp_path)
+    monkeypatch.setattr(plugin, "folder", lambda: tmp_path)
+    used: list[plans.Deployment] = []
+    monkeypatch.setattr(plans, "use", used.append)
     overrides, layers = ModuleType("torchtitan.config.override"), ModuleType("torchtitan.models.common.dist_gemm")
     overrides.override = lambda **_: lambda function: function  # type: ignore[attr-defined]
     layers.AllGatherFusedFeedForward = ModuleType("a class")  # type: ignore[attr-defined]
@@ -66,11 +68,11 @@ def test_sglang_and_torchtitan_prove_what_torchs_operators_meet(monkeypatch: pyt
     titan = importlib.import_module("autotax.engines.torchtitan")
     try:
         assert titan.tuned("config", "some.db") == "config"
-        assert plans._settings == plans.Deployment("some.db", None, True)
+        assert used[-1] == plans.Deployment("some.db", None, True)
         with stand_ins.sglang():
             sglang.register()
-        assert plans._settings == plans.Deployment(None, None, True)
+        assert used[-1] == plans.Deployment(None, None, True)
     finally:
         autotax.torch.uninstall()
         sys.modules.pop("autotax.engines.torchtitan")
-    assert not plans._settings.prove and reproof.bound_of(True) == reproof.Bound(reproof.EACH_S, each=True)
+    assert used[-1] == plans.Deployment() and reproof.bound_of(True) == reproof.Bound(reproof.EACH_S, each=True)

@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from autotax.engines import watch
-from autotax.torch.status import count_of, forget_counts
+from autotax.engines import plugin
+from autotax.torch.plans import count_of, forget_counts
 from tests.cli.conftest import Run, db, run  # noqa: F401 - fixtures
 from tests.volume import volume
 
 SERVER = """
-import logging, sys, time
+import logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-from autotax.engines import watch
-from autotax.torch.status import count_of
-watch.EVERY_S, watch.QUIET_S = 0.05, 0.2
+from autotax.engines import plugin
+from autotax.torch.plans import count_of
+plugin.EVERY_S, plugin.QUIET_S = 0.05, 0.2
 if sys.argv[1] == "calls":
     count_of("fused_matmul_all_reduce", "([16, 64])", "push(comm=8)").calls += 12
     count_of("fused_matmul_all_reduce", "([50, 64])", "torch", "BSP is the fastest").calls += 3
-watch.publish("vLLM", logging.getLogger("autotax"))
+plugin.publish("vLLM")
 print("up", flush=True)
 sys.stdin.read()
 """
@@ -50,7 +50,7 @@ def test_a_server_publishes_its_counts_and_logs_a_line(tmp_path: Path, run: Run,
     ) as server:  # fmt: skip
         assert server.stdout and server.stdout.readline() == "up\n"
         ends = time.monotonic() + 60
-        while not watch.published(server.pid) and time.monotonic() < ends:
+        while not plugin.published(server.pid) and time.monotonic() < ends:
             time.sleep(0.05)
         result, document = run("status", server.pid), run("status", "--json").results
         time.sleep(1.0)
@@ -63,16 +63,16 @@ def test_a_server_publishes_its_counts_and_logs_a_line(tmp_path: Path, run: Run,
 
 
 def test_damaged_counts_are_refused_in_one_line(run: Run) -> None:  # noqa: F811
-    watch.folder().mkdir(parents=True)
-    (watch.folder() / f"{os.getpid()}.json").write_text('{"pid": "all"}')
+    plugin.folder().mkdir(parents=True)
+    (plugin.folder() / f"{os.getpid()}.json").write_text('{"pid": "all"}')
     assert "holds no counts" in run("status").complaint
-    (watch.folder() / "notes.json").write_text("")  # no file of ours
+    (plugin.folder() / "notes.json").write_text("")  # no file of ours
 
 
 def test_merges_count() -> None:
     count_of("decode merge", "(64 heads of 128)", "autotax").calls += 2
     try:
-        now = watch.counts("SGLang")
-        assert (now.taken, now.left) == (2, 0) and watch.summary(now) == "2 of 2 calls of SGLang ran tuned kernels"
+        now = plugin.counts("SGLang")
+        assert (now.taken, now.left) == (2, 0) and plugin.summary(now) == "2 of 2 calls of SGLang ran tuned kernels"
     finally:
         forget_counts()

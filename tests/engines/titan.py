@@ -16,7 +16,7 @@ from torch import Tensor
 
 import autotax.torch
 from autotax.heap.world import World
-from autotax.torch.status import Status
+from autotax.torch.plans import Status
 
 STEPS, BATCH, TOKENS, LAYERS, VOCABULARY = 3, 2, 32, 2, 2048
 ROWS, DIM, QKV, HIDDEN = BATCH * TOKENS, 256, 384, 384

@@ -16,9 +16,8 @@ from autotax.core.problem import Problem
 from autotax.heap.world import World
 from autotax.nn import Tuned
 from autotax.operators import load, operators
-from autotax.operators.calls import make_inputs, reference
 from autotax.operators.registry import variant_digest
-from autotax.operators.verification import relative_error
+from autotax.operators.verification import make_inputs, reference, relative_error
 from autotax.runner.ranks import Ranks
 from autotax.testing import check_operator
 from tests.volume import volume

@@ -12,7 +12,7 @@ from autotax.fleet.queue import ClaimQueue, Due
 from autotax.fleet.worker import TunerLost
 from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm
-from autotax.runner.fork_server import SHARED
+from autotax.runner.processes import SHARED
 from autotax.software import environment
 from autotax.tuner import Settings
 from tests.db.conftest import KINDS, at_once, server_url, wipe

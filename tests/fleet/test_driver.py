@@ -13,9 +13,8 @@ import pytest
 from autotax.core.errors import MachineError, UsageError
 from autotax.db import Store
 from autotax.fleet.driver import Driver, FleetOutcome, new_order
-from autotax.fleet.messages import Ended, FleetJob, HostHello, Notice, Order
+from autotax.fleet.messages import Ended, Event, FleetJob, HostHello, Notice, Order, Snapshot
 from autotax.fleet.queue import ClaimQueue
-from autotax.fleet.status import Event, Snapshot
 from autotax.fleet.worker import Worker
 from autotax.hardware import Hardware
 from tests.fleet.conftest import B200, H200, StandInBench, a_job

@@ -18,8 +18,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'auto
 
 from autotax.core.errors import UsageError  # noqa: E402
 from autotax.fleet.driver import Driver, new_order, open_engine  # noqa: E402
-from autotax.fleet.messages import EngineOptions, FleetJob  # noqa: E402
-from autotax.fleet.status import Event  # noqa: E402
+from autotax.fleet.messages import EngineOptions, Event, FleetJob  # noqa: E402
 from autotax.hardware import Hardware, detect  # noqa: E402
 from autotax.tuner import Settings  # noqa: E402
 from tests.fleet.shared import MARK, PROBLEMS, SHAPES, TRIALS, assert_all_tuned_once, left_running, nothing_left  # noqa: E402

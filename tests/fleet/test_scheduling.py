@@ -7,8 +7,7 @@ import pytest
 from autotax.db.index import Index, IndexedWinner
 from autotax.db.records import Place
 from autotax.fleet.driver import Took, deal, estimator
-from autotax.fleet.messages import FleetJob
-from autotax.fleet.status import seconds_left
+from autotax.fleet.messages import FleetJob, seconds_left
 from autotax.hardware import Hardware
 from autotax.operators.problems import FlashDecode
 from autotax.operators.registry import variant_digest

@@ -11,8 +11,7 @@ submitit = pytest.importorskip("submitit", reason="submitit is not installed: pi
 
 from autotax.core.errors import UsageError  # noqa: E402
 from autotax.fleet.driver import Driver, new_order, open_engine  # noqa: E402
-from autotax.fleet.messages import EngineOptions, FleetJob  # noqa: E402
-from autotax.fleet.status import Event  # noqa: E402
+from autotax.fleet.messages import EngineOptions, Event, FleetJob  # noqa: E402
 from autotax.hardware import Hardware, detect  # noqa: E402
 from autotax.tuner import Settings  # noqa: E402
 from tests.fleet.shared import MARK, PROBLEMS, TRIALS, assert_all_tuned_once, nothing_left  # noqa: E402

@@ -9,8 +9,8 @@ from dataclasses import replace
 from rich.console import Console
 
 from autotax.fleet.driver import FleetOutcome, Won
+from autotax.fleet.messages import ClaimStatus, FleetPace, HostStatus, Snapshot, events, gaps
 from autotax.fleet.screen import EventLines, FleetDisplay, FleetLines, document, line_of, remarks, summary, tables
-from autotax.fleet.status import ClaimStatus, FleetPace, HostStatus, Snapshot, events, gaps
 from tests.db.conftest import a_winner
 
 HOST = HostStatus("h1", 0, "node-1", "k1", "NVIDIA H200", "working", "", 1, 12, 60, 40, 90.0, 100.0, 1.0)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from autotax.runner.benchmark import Series, Trial
 from autotax.runner.sampling import Sampler
-from autotax.runner.series import Series
-from autotax.runner.stages import Trial
 
 PAUSE_S = 0.003
 timed = Sampler.timed

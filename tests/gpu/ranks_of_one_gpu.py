@@ -21,11 +21,10 @@ from autotax.heap.base import Heap
 from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
-from autotax.operators.calls import make_inputs, reference
 from autotax.operators.inputs import Call
 from autotax.operators.problems import AllGatherGemm
-from autotax.operators.verification import relative_error
-from autotax.testing.operators import differing
+from autotax.operators.verification import make_inputs, reference, relative_error
+from tests.conformance.calls import differing
 
 HEAP_BYTES = 256 << 20
 POLLS = 100_000

@@ -13,7 +13,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from autotax.hardware import has_iris
 from autotax.heap import World, open_heap
-from autotax.heap.iris import INSTALL
+from autotax.heap.base import INSTALL
 from autotax.runner.ranks import Ranks
 from tests.conformance.heap import CHECKS, SIZE, run_check
 

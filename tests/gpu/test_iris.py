@@ -20,7 +20,7 @@ from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge
 from autotax.operators.verification import TOLERANCE
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 from tests.gpu.test_heap import WITH_IRIS
 from tests.gpu.test_kernels import CASES, WORLD, compile_ahead, run
 

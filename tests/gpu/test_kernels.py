@@ -13,13 +13,12 @@ from autotax.core.problem import Problem
 from autotax.hardware import detect
 from autotax.heap import World
 from autotax.kernels.all_gather_gemm.gathered import gathered_codes
-from autotax.operators.calls import make_inputs
 from autotax.operators.problems import AllGatherGemm, FlashDecode, GatherAttention, GemmReduceScatter
-from autotax.operators.verification import TOLERANCE
+from autotax.operators.verification import TOLERANCE, make_inputs
 from autotax.runner.precompile import CompileAhead
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 from tests.spaces.drawing import ways_to_exchange
 
 pytestmark = pytest.mark.gpu

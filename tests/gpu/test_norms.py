@@ -18,7 +18,7 @@ from autotax.nn import LinearAllReduce
 from autotax.operators.problems import AllReduceNorm
 from autotax.operators.verification import TOLERANCE
 from autotax.spaces import space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 from tests.kernels.test_all_reduce_norm import codes_of, digests_behind, outputs_of, quotients_of
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from platformdirs import user_cache_path
 
-from autotax.heap.iris import INSTALL
+from autotax.heap.base import INSTALL
 
 NAMES = {"rocm": ("libamdhip64.so",), "cuda": ("libcuda.so.1", "libcudart.so")}
 """The libraries of each backend. Those of CUDA are copies of one file; no call to one depends on a call to the other."""

@@ -91,8 +91,8 @@ def test_torch_can_take_the_place_of_iris(ranks: Ranks) -> None:
 def _choose_the_heap_of_torch(world: World) -> None:
     """torch's symmetric memory needs a GPU."""
     asked = mock.Mock()
-    modules = mock.patch.dict(sys.modules, {"autotax.heap.torch_symmetric": mock.Mock(SymmetricHeap=asked)})
-    with mock.patch.dict(os.environ, {"AUTOTAX_HEAP": "torch"}), modules, _iris_from(None):
+    heap = mock.patch("autotax.heap.SymmetricHeap", asked)
+    with mock.patch.dict(os.environ, {"AUTOTAX_HEAP": "torch"}), heap, _iris_from(None):
         assert open_heap(replace(world, backend="rocm"), SIZE) is asked.return_value
     environ = {"AUTOTAX_HEAP": "mine"}
     with mock.patch.dict(os.environ, environ), pytest.raises(UsageError, match="allowed are iris and torch"):

@@ -32,12 +32,11 @@ from autotax.nn import AllReduceNorm as AllReduceNormModule
 from autotax.nn import LinearAllReduce
 from autotax.operators import named
 from autotax.operators.all_reduce_norm import EPS, addends, quantised, scales_of
-from autotax.operators.calls import Calls, make_inputs
 from autotax.operators.problems import AllReduceNorm
-from autotax.operators.verification import TOLERANCE
+from autotax.operators.verification import TOLERANCE, Calls, make_inputs
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 from tests.engines import stand_ins
 from tests.torch.winners import database
 from tests.volume import volume

@@ -32,7 +32,6 @@ from autotax.kernels.offline import (
     resources_offline,
 )
 from autotax.operators import named
-from autotax.operators.calls import make_inputs
 from autotax.operators.problems import (
     AllGatherGemm,
     AllReduceNorm,
@@ -42,6 +41,7 @@ from autotax.operators.problems import (
     GemmReduceScatter,
     HeadGather,
 )
+from autotax.operators.verification import make_inputs
 from autotax.software import triton_version
 from autotax.spaces import space_for
 from autotax.spaces.all_gather_gemm import push_specialized_shared_bytes, push_words_shared_bytes

@@ -18,14 +18,13 @@ from autotax.heap.triton_interpreter import CPU_POLL_LIMIT
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.offline import known_hardware
-from autotax.operators.calls import Calls, make_inputs
 from autotax.operators.inputs import Call
 from autotax.operators.problems import FlashDecode
 from autotax.operators.registry import of
-from autotax.operators.verification import TOLERANCE, Expected, relative_error
+from autotax.operators.verification import TOLERANCE, Calls, Expected, make_inputs, relative_error
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 
 WORLD = 3
 CALLS = 3

@@ -13,7 +13,7 @@ from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge
 from autotax.operators.verification import TOLERANCE
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 
 WORLD = 8
 PROBLEMS: list[Problem] = [

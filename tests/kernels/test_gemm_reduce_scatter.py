@@ -14,12 +14,11 @@ from autotax.core.config import Config, Value
 from autotax.hardware import detect
 from autotax.heap.world import World
 from autotax.operators import registry
-from autotax.operators.calls import Calls, make_inputs
 from autotax.operators.problems import GemmReduceScatter
-from autotax.operators.verification import TOLERANCE, relative_error
+from autotax.operators.verification import TOLERANCE, Calls, make_inputs, relative_error
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 
 WORLD = 3
 SCATTERED = GemmReduceScatter(40, 70, 300, "bf16", "scattered", WORLD)

@@ -14,11 +14,11 @@ import torch
 from autotax.core.config import Config, Value
 from autotax.hardware import detect
 from autotax.heap import World
-from autotax.operators.calls import Calls, make_inputs
 from autotax.operators.problems import HeadGather
+from autotax.operators.verification import Calls, make_inputs
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 from tests.volume import volume
 
 WORLD = 3

@@ -28,7 +28,7 @@ from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, GemmReduceScatter
 from autotax.operators.verification import TOLERANCE
 from autotax.runner.ranks import RankFailure, Ranks
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 from tests.volume import volume
 
 WORLD = 2

@@ -19,9 +19,8 @@ from autotax.kernels import prepare
 from autotax.kernels.alignment import Aligner
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
-from autotax.operators.calls import make_inputs, reference
 from autotax.operators.problems import AllGatherGemm, FlashDecode
-from autotax.operators.verification import TOLERANCE, relative_error
+from autotax.operators.verification import TOLERANCE, make_inputs, reference, relative_error
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from tests.spaces.drawing import ways_to_exchange

@@ -18,12 +18,11 @@ from autotax.heap import World
 from autotax.kernels.all_gather_gemm.push_packets import PushPackets
 from autotax.kernels.offline import known_hardware
 from autotax.kernels.primitives import EPOCH
-from autotax.operators.calls import make_inputs, reference
 from autotax.operators.problems import AllGatherGemm
-from autotax.operators.verification import TOLERANCE, relative_error
+from autotax.operators.verification import TOLERANCE, make_inputs, reference, relative_error
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 
 WORLD = 3
 SHARDED: dict[str, AllGatherGemm] = {

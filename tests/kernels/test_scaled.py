@@ -22,13 +22,12 @@ from autotax.kernels import scaled_product
 from autotax.kernels.deep_gemm import DeepGemm
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.operators import registry, scaled
-from autotax.operators.calls import make_inputs
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.operators.scaled import SCALES_OF, laid_out, quantised, scales_of
-from autotax.operators.verification import TOLERANCE
+from autotax.operators.verification import TOLERANCE, make_inputs
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 from tests.volume import volume
 
 WORLD, CALLS = 3, 3

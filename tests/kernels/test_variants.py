@@ -21,7 +21,7 @@ from autotax.operators.problems import (
 from autotax.operators.verification import TOLERANCE
 from autotax.runner.ranks import Ranks
 from autotax.spaces import Space, space_for
-from autotax.testing import operators as conformance
+from tests.conformance import calls as conformance
 from tests.spaces.drawing import drawn
 
 CALLS = 3

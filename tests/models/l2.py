@@ -19,7 +19,7 @@ from autotax.core.problem import ceil_div
 from autotax.kernels import tiling
 from autotax.kernels import tiling as dies
 from autotax.kernels.flash_decode.attention import work_of
-from autotax.kernels.gather_attention.core import block_of
+from autotax.kernels.gather_attention.push import block_of
 from autotax.operators.problems import GatherAttention
 
 WORK_OF = FunctionType(work_of.fn.__code__, {"chiplet": tiling.chiplet})

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from autotax.kernels import tiling
 
@@ -23,7 +22,8 @@ Walk = dict[int, list[int]]
 """Rows of tiles in the order of their first tile, each with its blocks of columns."""
 
 
-class Wait(NamedTuple):
+@dataclass(frozen=True)
+class Wait:
     """Waits for `signals` signals of this call from `source`, or of the previous call if `ago` is 1."""
 
     source: int
@@ -32,7 +32,8 @@ class Wait(NamedTuple):
     ago: int = 0
 
 
-class Send(NamedTuple):
+@dataclass(frozen=True)
+class Send:
     """A span of the sender's shard becomes visible to a peer, then the peer gets one signal.
 
     A rank may also signal itself about a copy that the task makes of a span of another rank's shard. Readers of the copy must
@@ -44,7 +45,8 @@ class Send(NamedTuple):
     span: Span = (0, 0)
 
 
-class Task(NamedTuple):
+@dataclass(frozen=True)
+class Task:
     """Waits, reads spans of the shards of others, writes rows of the output (in blocks of columns), then sends."""
 
     waits: tuple[Wait, ...] = ()
@@ -107,17 +109,18 @@ def _exchange_fault(plan: Plan) -> str | None:
         for task in tasks:
             for wait in task.waits:
                 waits[rank, wait] = None
-            for peer, flag, span in task.sends:
-                sent[rank, peer].append(span)
-                signals[peer, flag] += 1
+            for send in task.sends:
+                sent[rank, send.peer].append(send.span)
+                signals[send.peer, send.flag] += 1
     ranks = range(len(plan.tasks) if plan.shard else 0)
     for source, peer in ((a, b) for a in ranks for b in ranks if plan.to_itself or a != b):
         if fault := uneven(sent[source, peer], plan.shard):
             return f"shard of rank {source} on its way to rank {peer}: {fault}"
-    for rank, (source, flag, need, _) in waits:
-        if need != signals[rank, flag]:
-            told = signals[rank, flag]
-            return f"rank {rank} needs {need} signals a call for {flag[0]} {flag[1]} of rank {source} and gets {told}"
+    for rank, wait in waits:
+        flag = wait.flag
+        if wait.signals != (received := signals[rank, flag]):
+            need = f"{wait.signals} signals a call for {flag[0]} {flag[1]} of rank {wait.source}"
+            return f"rank {rank} needs {need} and gets {received}"
     for rank, flag in signals.keys() - {(rank, wait.flag) for rank, wait in waits}:
         return f"rank {rank} never waits for {flag[0]} {flag[1]}, so its sender may overtake it"
     return None
@@ -144,8 +147,8 @@ def _order_fault(plan: Plan) -> str | None:
                 for source, (start, end) in task.reads:
                     if fault := uneven([(max(a, start), min(b, end)) for a, b in here[source]], end, start):
                         return f"rank {rank} reads the shard of rank {source} behind too few waits: {fault}"
-                for peer, flag, span in task.sends:
-                    landed[peer, flag].append(span)
+                for send in task.sends:
+                    landed[send.peer, send.flag].append(send.span)
                 at[rank] += 1
     for rank, tasks in enumerate(plan.tasks):
         if at[rank] < len(tasks) and (stuck := blocking(rank)):

@@ -247,7 +247,7 @@ def words_fault(problem: GemmReduceScatter, config: Config) -> str | None:
     for rank in range(problem.world_size):
         pieces = _added_pieces(problem, config, rank, two)
         read = Counter(cell for piece in pieces for cell in _cells(piece, height, width))
-        sent = Counter(_sent(problem, config, rank, two, width))
+        sent = Counter(sent_cells(problem, config, rank, two, width))
         if read != sent:
             return f"rank {rank} is sent {len(sent)} words of each rank and reads {len(read)}"
         written += Counter({(row, _tile_of(word, config, two)): 1 for row, word in read})
@@ -303,7 +303,7 @@ def _cells(piece: tuple[int, int, int, int], height: int, width: int) -> Iterato
     yield from product(range(row, min(row + rows, height)), range(word, min(word + words, width)))
 
 
-def _sent(problem: GemmReduceScatter, config: Config, owner: int, two: bool, width: int) -> Iterator[Cell]:
+def sent_cells(problem: GemmReduceScatter, config: Config, owner: int, two: bool, width: int) -> Iterator[Cell]:
     """The words that any rank sends to `owner`."""
     world, high = problem.world_size, config["block_m"]
     n_tiles = ceil_div(problem.n, config["block_n"])

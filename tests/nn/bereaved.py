@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from autotax.core.errors import MachineError
-from autotax.heap.rendezvous import meet
-from autotax.heap.world import World
+from autotax.heap.world import World, meet
 from autotax.nn import AllGatherLinear, AllReduceNorm, FlashDecode, Tuned
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from tests.nn.checks import DIM, HEADS, HIDDEN, KV_HEADS, K, N

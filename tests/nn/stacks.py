@@ -94,7 +94,7 @@ def compiled(world: World, config: Config, backend: str) -> list[float]:
         attend(q, *mine, out=out)
         return first(x) * 2, second(x) + 1, attend(q * 2, *mine) + out
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     fast = torch.compile(step, backend=backend, fullgraph=True)
     differences = []
     with torch.no_grad():

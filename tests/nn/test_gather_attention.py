@@ -85,7 +85,7 @@ def calls(world: World, layout: str, mask: str, variant: str) -> list[float]:
         o = module(*leaves)
         o.backward(d_o)
         found.append(far(world, [o.detach(), *(leaf.grad for leaf in leaves)], expected, layout))
-    torch._dynamo.reset()  # the ranks serve many cases, each with functions of its own
+    torch.compiler.reset()  # the ranks serve many cases, each with functions of its own
     compiled = torch.compile(lambda *given: module(*given) * 2, backend="aot_eager", fullgraph=True)
     leaves = [tensor.clone().requires_grad_() for tensor in mine[:3]]
     o = compiled(*leaves)

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from autotax.core.errors import MachineError, UsageError
-from autotax.heap.rendezvous import Meeting
-from autotax.nn import watchdog
+from autotax.heap.world import Meeting
+from autotax.nn import groups
+from autotax.nn.groups import MOST_WAIT_S, VARIABLE, Watchdog, wait_s
 from autotax.nn.prepare import GPU_POLLS_PER_S, MOST_POLLS
-from autotax.nn.watchdog import MOST_WAIT_S, VARIABLE, Watchdog, wait_s
 from autotax.runner.ranks import Ranks
 
 WAIT_S = 2.0
@@ -97,11 +97,11 @@ def test_on_a_gpu_calls_look_when_they_are_asked_to_and_no_other_call_pays() -> 
 
 
 def test_modules_on_gpus_are_asked_to_look_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
-    monkeypatch.setattr(watchdog, "_thread", None)
+    monkeypatch.setattr(groups, "LOOK_S", 0.01)
+    monkeypatch.setattr(groups, "_thread", None)
     stand = Stand()
     watching = stand.watchdog
-    watchdog.watch(watching)
+    groups.watch(watching)
     for _ in range(2):
         watching.look()
         deadline = time.monotonic() + PATIENCE_S

@@ -18,7 +18,7 @@ from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge
 from autotax.operators.verification import TOLERANCE, relative_error
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.torch.calls import ready
+from autotax.torch.symm_mem import ready
 from tests.nn.checks import DIM, HEADS, HIDDEN, KV_HEADS, K, N, normal
 from tests.nn.conformance import (
     MOST,
@@ -93,7 +93,7 @@ def stored(world: World, kind: str, db: str, variant: str) -> None:
 
 def any_operator(world: World, problem: Problem, variant: str) -> None:
     """The same calls through Tuned."""
-    from autotax.operators.calls import make_inputs
+    from autotax.operators.verification import make_inputs
 
     config = space_for(problem, detect("cpu")).default(variant)
     module = Tuned(problem, device="cpu", config=config)

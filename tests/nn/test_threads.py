@@ -103,7 +103,7 @@ def a_call_within_another(world: World) -> None:
         assert "'MainThread'" in str(refusal)
         assert "hold one lock" in str(refusal)
         assert torch.equal(in_thread(lambda: layer(x)), right)
-        with layer._guards[0]:
+        with GroupCalls.of(world.data):
             made = in_thread(lambda: LinearAllReduce(torch.randn(24, 40), None, 16))
         assert isinstance(made, UsageError), "making a module is a call too"
     layer.close()
@@ -115,7 +115,7 @@ def a_refusal_on_one_rank(world: World) -> str:
         layer, x = layer_and_x(world)
         layer(x)
         if world.rank == 0:
-            with layer._guards[0]:
+            with GroupCalls.of(world.data):
                 return str(in_thread(lambda: layer(x)))
         layer(x)
         try:

@@ -204,7 +204,7 @@ def what_is_asked_for(world: World, kind: str) -> dict[str, Any]:
 def compiled(world: World, kind: str, keep: bool = True) -> tuple[str, float]:
     """The error of compiled training before the backward is ready, and its greatest difference from eager training afterwards."""
     layer = Trained(kind, keep=keep or kind != "gather").make(world)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     fast = torch.compile(lambda x: layer(x).square().sum(), backend="aot_eager", fullgraph=True)
     x = normal(4, K, seed=world.rank, dtype=torch.float32).requires_grad_()
     early = ""
@@ -213,7 +213,7 @@ def compiled(world: World, kind: str, keep: bool = True) -> tuple[str, float]:
     except Exception as error:
         early = str(error)
     layer.prepare_backward()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     leaves = [x, layer.weight, layer.bias]
     ours, theirs = torch.autograd.grad(fast(x), leaves), torch.autograd.grad(layer(x).square().sum(), leaves)
     layer.close()

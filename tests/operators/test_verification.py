@@ -15,12 +15,10 @@ from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.hardware import detect
 from autotax.kernels.context import DTYPES
-from autotax.operators.calls import make_inputs, reference
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
-from autotax.operators.verification import TOLERANCE, Expected, farthest, relative_error
-from autotax.runner.benchmark import Bench, WrongResult
+from autotax.operators.verification import TOLERANCE, Expected, farthest, make_inputs, reference, relative_error
+from autotax.runner.benchmark import SOAKED, VERIFIED, Bench, InputCache, WrongResult
 from autotax.runner.measurement import Candidate
-from autotax.runner.series import SOAKED, VERIFIED, InputCache
 
 CPU = torch.device("cpu")
 DECODE = FlashDecode(4, 16, 4, 64, 600, "bf16", 2)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from autotax.core.config import Config
-from autotax.report.progress_display import Display, watch
+from autotax.report.progress_display import Display, TuningScreen
 from autotax.runner.measurement import Candidate, Measurement
 from autotax.tuner import Progress
 from tests.report.test_tables import CPUS, GPUS, PROBLEM, a_measurement, seen
@@ -58,7 +58,7 @@ def test_what_more_trials_should_win_is_told_while_they_are_searched() -> None:
     assert "eight more trials should win 1.2%" in seen(display)
     display.progress(at(30, 60.0, gain=0.0123, phase="finalists"))
     assert "should win" not in seen(display)
-    with watch(PROBLEM, GPUS, Console(file=log)) as listener:
+    with TuningScreen(1, console=Console(file=log))(PROBLEM, GPUS) as listener:
         listener.progress(at(10, 20.0, gain=0.0123))
     assert "eight more trials should win 1.2%" in log.getvalue()
 
@@ -93,7 +93,7 @@ def test_a_display_fits_any_terminal(width: int) -> None:
 
 def test_a_log_gets_a_line_now_and_then() -> None:
     log = StringIO()
-    with watch(PROBLEM, GPUS, Console(file=log)) as listener:
+    with TuningScreen(1, console=Console(file=log))(PROBLEM, GPUS) as listener:
         for done in range(1, 26):
             listener.progress(at(done, 2.0 * done))
         listener.progress(at(25, 50.0, last=None, phase="finalists"))
@@ -109,7 +109,7 @@ def test_a_log_gets_a_line_now_and_then() -> None:
 
 def test_a_terminal_gets_a_display_that_goes_away() -> None:
     terminal = StringIO()
-    with watch(PROBLEM, GPUS, Console(file=terminal, force_terminal=True, width=100)) as listener:
+    with TuningScreen(1, console=Console(file=terminal, force_terminal=True, width=100))(PROBLEM, GPUS) as listener:
         listener.progress(at(30, 60.0))
     assert isinstance(listener, Display) and "30/60 trials" in terminal.getvalue()
 
@@ -117,7 +117,7 @@ def test_a_terminal_gets_a_display_that_goes_away() -> None:
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_notice_is_a_line_that_stays(terminal: bool) -> None:
     log = StringIO()
-    with watch(PROBLEM, GPUS, Console(file=log, force_terminal=terminal, width=60)) as listener:
+    with TuningScreen(1, console=Console(file=log, force_terminal=terminal, width=60))(PROBLEM, GPUS) as listener:
         listener.notice("rank 2 is [slow]\nand " + 20 * "very ")
         listener.progress(at(1, 2.0))
     assert "notice: rank 2 is [slow] and very very" in log.getvalue()

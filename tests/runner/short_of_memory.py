@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from autotax.core.problem import Problem
-from autotax.operators.calls import make_inputs
 from autotax.operators.inputs import Call
-from autotax.runner import series
+from autotax.operators.verification import make_inputs
+from autotax.runner import benchmark
 
 
 def make_no_inputs(problem: Problem, seed: int, rank: int, device: torch.device) -> Call:
@@ -16,4 +16,4 @@ def make_no_inputs(problem: Problem, seed: int, rank: int, device: torch.device)
     return make_inputs(problem, seed, rank, device)
 
 
-series.make_inputs = make_no_inputs
+benchmark.make_inputs = make_no_inputs

@@ -12,16 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autotax.runner import fork_server
-from autotax.runner.fork_server import INTERPRETED, SHARED, Forked, ForkServer
-from autotax.runner.pool import RankPool
-from autotax.runner.processes import Child
+from autotax.runner import processes
+from autotax.runner.local_runner import RankPool
+from autotax.runner.processes import INTERPRETED, SHARED, Child, Forked, ForkServer
 from tests.runner.small import CPU
 
 CHILD = "tests.runner.forked"
 TUNER = """
 import time
-from autotax.runner.pool import RankPool
+from autotax.runner.local_runner import RankPool
 from tests.runner.small import CPU
 pool = RankPool(CPU, 1, 1 << 20)
 pool.start()
@@ -60,7 +59,7 @@ def test_a_fork_has_the_arguments_the_environment_and_the_folder_of_its_client(
     told = seen(child)
     assert told["arguments"] == ["one", "two"] and told["folder"] == str(tmp_path)
     assert told["environment"] == dict(os.environ) | {
-        "AUTOTAX_ANOTHER": "for it", fork_server.PARENT: str(told["parent"]), "PYTHONUNBUFFERED": "1", **INTERPRETED,
+        "AUTOTAX_ANOTHER": "for it", processes.PARENT: str(told["parent"]), "PYTHONUNBUFFERED": "1", **INTERPRETED,
         "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
     }  # fmt: skip
     assert told["group"] == child.process.pid, "it can be killed with all that it starts"
@@ -195,7 +194,7 @@ def test_where_no_server_has_that_name_there_is_one_of_our_own(
 def test_a_request_that_is_none_harms_nobody(server: ForkServer, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     seen(first := started(server))
     with monkeypatch.context() as patch:
-        patch.setattr(fork_server.json, "dumps", lambda _: words)
+        patch.setattr(processes.json, "dumps", lambda _: words)
         cut = server.child(CHILD, (), INTERPRETED)
     assert not isinstance(cut.process, Forked), "what no server forks is a process of its own"
     seen(second := started(server))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autotax.runner.gpu_contention import look
+from autotax.runner.measurement import look
 
 GPUS = "0, GPU-aa-00, 0x0000000000000000\n1, GPU-aa-01, 0x0000000000000004\n2, GPU-aa-02, 0x0000000000000001\n"
 OURS = {100, 101, 102}
@@ -57,7 +57,7 @@ def test_answers_that_make_no_sense_are_no_notice(answers: Path, nonsense: str) 
 def test_an_nvidia_smi_that_fails_or_hangs_or_is_not_there_is_no_notice(
     answers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotax.runner.gpu_contention.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("autotax.runner.measurement.TIMEOUT_S", 0.2)
     (answers / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 5\n")
     assert look(DEVICES, OURS) == ()
     (answers / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")

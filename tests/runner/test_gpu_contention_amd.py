@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autotax.runner.gpu_contention import look_amd as look
+from autotax.runner.measurement import look_amd as look
 
 LIST = [{"gpu": number, "bdf": f"0000:{bus}:00.0", "uuid": "x"} for number, bus in enumerate(("05", "2C", "46"))]
 OURS = {100, 101, 102}

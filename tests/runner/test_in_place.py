@@ -10,7 +10,7 @@ import torch
 from autotax.core.conditions import ON_CPU, Conditions
 from autotax.hardware import detect
 from autotax.runner import Effort, LiveRunner
-from autotax.runner.series import Batch, InputCache, Surroundings
+from autotax.runner.benchmark import Batch, InputCache, Surroundings
 from tests.runner.small import CPU, GEMM, measure
 
 IN_PLACE = Conditions("in-place", "warm")

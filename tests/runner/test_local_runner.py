@@ -20,10 +20,9 @@ from autotax.digests import kernel_digest
 from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.runner import Candidate, Effort, LiveRunner
-from autotax.runner.fork_server import ForkServer
+from autotax.runner.local_runner import GroupLost
 from autotax.runner.measurement import TimeIsUp
-from autotax.runner.pool import GroupLost
-from autotax.runner.processes import Child
+from autotax.runner.processes import Child, ForkServer
 from autotax.spaces import space_for
 from tests.runner.small import CPU, GEMM, QUICK, measure
 
@@ -103,7 +102,7 @@ def test_a_job_ends_when_its_time_is_up_and_the_ranks_start_again(runner: LiveRu
 
 
 def test_a_rank_that_raises_is_not_waited_for_and_is_the_cause(runner: LiveRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotax.runner.pool.GRACE_S", 1.5)
+    monkeypatch.setattr("autotax.runner.local_runner.GRACE_S", 1.5)
     measure(runner, "bsp")
     started = time.monotonic()
     (waited,) = measure(runner, "raises_early")
@@ -169,7 +168,7 @@ def test_an_interrupted_job_leaves_no_answer_to_the_next(runner: LiveRunner, mon
 
     measure(runner, "bsp")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("autotax.runner.pool.wait", interrupted)
+        patch.setattr("autotax.runner.local_runner.wait", interrupted)
         measure(runner, "raises")
     (after,) = measure(runner, "bsp")
     assert after.status == "ok", after.error

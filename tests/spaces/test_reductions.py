@@ -132,7 +132,7 @@ def test_faults_are_found(what: str, told: str) -> None:
         own.pop(0)
     elif what == "a tile nobody waits for":
         at = next(i for i, task in enumerate(own) if task.reads)
-        own[at] = own[at]._replace(waits=own[at].waits[1:])
+        own[at] = dataclasses.replace(own[at], waits=own[at].waits[1:])
     elif what == "a rank that adds before it sends":
         plan.tasks[:] = [sorted(tasks, key=lambda task: not task.waits) for tasks in plan.tasks]
         own = plan.tasks[1]
@@ -157,5 +157,5 @@ def test_words_that_come_to_the_wrong_place_are_found() -> None:
     problem = GemmReduceScatter(5, 70, 64, "bf16", "replicated", 2)
     config = Config.of("words", block_m=16, block_n=32, splits=1, payload="bf16", shots="two", block_k=32, group_m=1)
     assert words_fault(problem, config) is None
-    with mock.patch("tests.models.reduce_plan._sent", lambda *_: iter([(0, 0)])):
+    with mock.patch("tests.models.reduce_plan.sent_cells", lambda *_: iter([(0, 0)])):
         assert "is sent 1 words" in str(words_fault(problem, config))

@@ -301,28 +301,28 @@ def test_bad_pieces_are_found(bad: Callable[..., list[tuple[int, int]]], told: s
 
 
 def _one_signal_more(task: Task) -> Task:
-    return task._replace(sends=task.sends + task.sends[:1])
+    return dataclasses.replace(task, sends=task.sends + task.sends[:1])
 
 
 def _signal_lost(task: Task) -> Task:
-    return task._replace(sends=task.sends[1:])
+    return dataclasses.replace(task, sends=task.sends[1:])
 
 
 def _bare_signal(task: Task) -> Task:
     """Adds a signal without data."""
-    return task._replace(sends=(*task.sends, task.sends[0]._replace(span=(0, 0))))
+    return dataclasses.replace(task, sends=(*task.sends, dataclasses.replace(task.sends[0], span=(0, 0))))
 
 
 def _wait_for_less(task: Task) -> Task:
-    return task._replace(waits=tuple(wait._replace(signals=wait.signals - 1) for wait in task.waits))
+    return dataclasses.replace(task, waits=tuple(dataclasses.replace(wait, signals=wait.signals - 1) for wait in task.waits))
 
 
 def _wait_for_another(task: Task) -> Task:
-    return task._replace(waits=(Wait(0, ("nobody", 7), 1), *task.waits))
+    return dataclasses.replace(task, waits=(Wait(0, ("nobody", 7), 1), *task.waits))
 
 
 def _read_unguarded(task: Task) -> Task:
-    return task._replace(waits=())
+    return dataclasses.replace(task, waits=())
 
 
 def _never(_: Task) -> Task:
@@ -373,7 +373,7 @@ def test_a_tile_computed_twice_is_found() -> None:
     last = plan.tasks[2].pop()
     twice = dataclasses.replace(plan, tasks=[*plan.tasks[:2], [*plan.tasks[2], last, last]])
     assert "more than once" in (faults(twice) or "")
-    plan.tasks[2].append(last._replace(columns=[0, 1, 2, 3, 4, 5, 5]))
+    plan.tasks[2].append(dataclasses.replace(last, columns=[0, 1, 2, 3, 4, 5, 5]))
     assert "not each of 7 tiles exactly once" in (faults(plan) or "")
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import autotax.torch
 from autotax.heap.world import World
-from autotax.torch.status import Status
+from autotax.torch.plans import Status
 from autotax.torch.styles import ColwiseParallel, RowwiseParallel
 from tests.torch.models import DIM, Block, Mlp
 

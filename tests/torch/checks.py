@@ -19,7 +19,7 @@ from autotax.db.lookup import MISSES_VARIABLE, save_at_exit
 from autotax.heap.world import World
 from autotax.operators.verification import relative_error
 from autotax.torch import plans, symm_mem
-from autotax.torch.status import Status
+from autotax.torch.plans import Status
 
 OPS = torch.ops.symm_mem
 Operands = tuple[tuple[int, ...], Sequence[tuple[int, str]], int]

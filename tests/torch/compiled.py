@@ -24,8 +24,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import autotax.torch
 from autotax.heap.world import World
 from autotax.nn.fallback import all_gather
+from autotax.torch.plans import Status
 from autotax.torch.registration import OPERATORS
-from autotax.torch.status import Status
 from tests.torch.models import DIM, Block, TwoLayers
 
 ROWS = 16
@@ -89,7 +89,7 @@ def trained(world: World, db: str, kind: str, backend: str) -> tuple[Status, int
     expected = whole(x)
     expected.square().sum().backward()
     shard = full.chunk(world.size, dim)[world.rank].clone().requires_grad_()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with micro_pipeline() as emitted:
         compiled = torch.compile(ours, backend=PASSES if backend == "passes" else backend, fullgraph=True)
         y = compiled(shard)
@@ -152,7 +152,7 @@ def losses_of_torchao(world: World, backend: str) -> tuple[list[float], int]:
     parallelize_module(model, init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",)), styles)
     x = torch.randn(FP8_ROWS, 1, FP8_DIM).bfloat16().chunk(world.size)[world.rank]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     losses = []
     with micro_pipeline() as emitted:
         compiled = torch.compile(model, backend=PASSES if backend == "passes" else backend, fullgraph=True)

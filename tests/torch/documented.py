@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import autotax.torch
 from autotax.heap.world import World
-from autotax.torch.status import Status
+from autotax.torch.plans import Status
 from tests.torch.compiled import PASSES, _model, micro_pipeline, same
 from tests.torch.models import DIM, Mlp
 
@@ -24,7 +24,7 @@ def compiled(world: World, lines: str) -> tuple[Status, int]:
     """A model that torch's styles made parallel, with the documented lines; what was counted, and what the pass emitted."""
     model, whole, full, _ = _model("mlp", init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",)))
     names: dict[str, Any] = {"torch": torch, "model": model}
-    torch._dynamo.reset()
+    torch.compiler.reset()
     # Inductor's passes without its code, which would take most of the time.
     quick = functools.partial(torch.compile, backend=PASSES)
     with micro_pipeline() as emitted, mock.patch.object(torch, "compile", quick), torch.no_grad():

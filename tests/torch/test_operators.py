@@ -15,7 +15,7 @@ from autotax.db import Store
 from autotax.hardware import detect
 from autotax.runner.ranks import Ranks
 from autotax.torch import registration
-from autotax.torch.status import Status
+from autotax.torch.plans import Status
 from tests.torch import checks
 from tests.torch.winners import ONE, TWO, WORLD, database, gather, scatter, usual
 from tests.volume import volume

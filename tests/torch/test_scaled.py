@@ -16,7 +16,7 @@ from autotax.core.config import Config
 from autotax.heap.world import World
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.torch import registration, scaled
-from autotax.torch.status import Status
+from autotax.torch.plans import Status
 from tests.torch.checks import OPS, ended, group
 from tests.torch.winners import WORLD, database, usual
 

@@ -14,8 +14,8 @@ from autotax.core.problem import Problem
 from autotax.db import Store, TrialRecord
 from autotax.operators.problems import FlashDecode
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.tuner.finalists import PAIRED, beside, score_us
 from autotax.tuner.run_recorder import measurement_of
-from autotax.tuner.statistics import PAIRED, beside, score_us
 from results.search.replay_runner import ReplayRunner
 from tests.tuner.shared import GEMM, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner

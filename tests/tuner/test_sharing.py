@@ -14,7 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from autotax.core.errors import MachineError
 from autotax.db import Store
 from autotax.software import environment
-from autotax.tuner import Settings, run_recorder, study
+from autotax.tuner import Settings, run_recorder
 from tests.tuner.shared import GEMM, H200, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 from tests.tuner.test_trouble import At
@@ -74,10 +74,10 @@ def test_of_two_that_make_optunas_tables_at_once_both_get_them(tmp_path: Path) -
         """Another tuner creates the tables between the check and the creation."""
         if not made:
             made.append(True)
-            made.append(study.open_study(url, "other", 1, Settings()))
+            made.append(run_recorder.open_study(url, "other", 1, Settings()))
 
     try:
-        mine = study.open_study(url, "mine", 2, Settings())
+        mine = run_recorder.open_study(url, "mine", 2, Settings())
     finally:
         sqlalchemy.event.remove(sqlalchemy.MetaData, "before_create", be_slower)
     assert len(made) == 2 and mine.ask().number == 0
@@ -88,8 +88,8 @@ def test_tables_that_never_come_end_the_run_with_one_line(store: Store, monkeypa
     def fail(*_: Any, **__: Any) -> None:
         raise IntegrityError("INSERT", {}, Exception("UNIQUE constraint failed"))
 
-    monkeypatch.setattr(study, "RDBStorage", fail)
-    monkeypatch.setattr(study, "PAUSE_S", 0.0)
+    monkeypatch.setattr(run_recorder, "RDBStorage", fail)
+    monkeypatch.setattr(run_recorder, "TABLES_PAUSE_S", 0.0)
     with pytest.raises(MachineError, match=r"^database \S+ does not take the tables of Optuna \(UNIQUE .*\): mend"):
         run(store, SyntheticRunner(gemm_landscape), trials=2)
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotax.tuner.statistics import MOST, estimate, median_interval, ratio, speedup, student
+from autotax.tuner.finalists import MOST, estimate, median_interval, ratio, speedup, student
 
 REPEATS = Path(__file__).parents[2] / "results" / "search" / "repeats.json.gz"
 

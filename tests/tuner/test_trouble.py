@@ -19,7 +19,7 @@ from autotax.core.problem import Problem
 from autotax.db import DatabaseBusy, Store, connection
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from autotax.spaces import space_for
-from autotax.tuner import run_recorder, study
+from autotax.tuner import run_recorder
 from tests.tuner.shared import GEMM, H200, Ear, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 
@@ -67,7 +67,7 @@ def lock(path: Path, released: threading.Event) -> threading.Thread:
 def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Store:
     """A store whose connections, and Optuna's, wait a tenth of a second for a lock."""
     monkeypatch.setattr(connection, "BUSY_SECONDS", 0.1)
-    monkeypatch.setattr(study, "BUSY_S", 0.1)
+    monkeypatch.setattr(run_recorder, "BUSY_S", 0.1)
     return Store.open(f"sqlite:///{tmp_path}/tuned.db")
 
 
@@ -188,7 +188,7 @@ def killed_in_job(store: Store, when: Callable[[list[Config], bool], bool], monk
             return super().measure(problem, candidates, effort)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(study.Study, "give_up", lambda *_: None)
+        patch.setattr(run_recorder.Study, "give_up", lambda *_: None)
         patch.setattr(Store, "end_run", lambda *_: None)
         run(store, Deadly(gemm_landscape), trials=12)
     return jobs

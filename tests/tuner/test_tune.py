@@ -14,7 +14,7 @@ from autotax.core.config import Config
 from autotax.core.errors import MachineError, UsageError
 from autotax.core.problem import Problem
 from autotax.db import Store
-from autotax.db.file_format import write
+from autotax.db.formats import write
 from autotax.db.lookup import lookup, reload
 from autotax.hardware import Hardware
 from autotax.operators import named

@@ -1,1 +1,1 @@
-"""All-Gather + GEMM: one module per variant."""
+"""All-Gather + GEMM."""

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotax.core.config import Config
-from autotax.kernels.all_gather_gemm.scaled_gather import codes_of
-from autotax.kernels.all_gather_gemm.scaled_shards import Scaled
+from autotax.kernels.all_gather_gemm.scaled_shards import Scaled, codes_of
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.scaled_product import ScaledProduct
@@ -85,12 +84,10 @@ class ScaledBsp(Scaled):
         world, rows, groups = smaller.world_size, smaller.shard_rows, max(1, self.groups)
         gathered = self.gathered.view(-1)[: world * rows * smaller.k].view(world, rows, smaller.k)
         return {
-            "rows": rows,
-            "gathered": gathered,
-            "whole": gathered.view(-1, smaller.k)[: smaller.m],
+            "rows": rows, "gathered": gathered, "whole": gathered.view(-1, smaller.k)[: smaller.m],
             "scales": self.scales.view(-1)[: world * groups * rows].view(world, groups, rows),
             "ordered": self.ordered.view(-1)[: groups * smaller.m].view(groups, smaller.m),
-        }
+        }  # fmt: skip
 
 
 def bsp(problem: AllGatherGemm, config: Config, context: Context) -> Kernel[AllGatherGemm]:

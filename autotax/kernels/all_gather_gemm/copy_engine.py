@@ -1,5 +1,5 @@
-"""copy_engine: the copy engines write this rank's shard into every peer's inbox in chunks, each followed by a flag.
-All programs compute.
+"""copy_engine: the copy engines write this rank's shard into every peer's inbox in chunks, each followed by a flag. All
+programs compute.
 
 Waits: a tile waits for the flags of the chunks it reads. The inbox has one slot, because the addresses of a captured
 copy are fixed. Before a rank writes, its `open_call` kernel waits until every peer has finished the previous call;
@@ -17,9 +17,7 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels.all_gather_gemm.gemm import gather_gemm
-from autotax.kernels.all_gather_gemm.products import views_of_b
-from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
+from autotax.kernels.all_gather_gemm.gemm import TileOptions, element_alignment, gather_gemm, views_of_b
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, leave, signal_all, wait
@@ -75,17 +73,12 @@ class CopyEngine(Kernel[AllGatherGemm]):
         context.launch(open_call, (1,), self.ticket, self.done, self.control, context.rank, WORLD=world, num_warps=1)
         self.send(a)
         context.launch(
-            consume_kernel,
-            (context.processors,),
+            consume_kernel, (context.processors,),
             tiles.view_a(a), tiles.view_a(self.inbox.view(-1, problem.shard_cols)), *views_of_b(tiles, b), out, self.partials, self.finished,
             context.heap.bases, self.flags, self.done, self.control,
             context.rank, problem.m, problem.n, problem.shard_rows, problem.shard_cols,
-            WORLD=world,
-            SHARD_K=problem.shard == "k",
-            CHUNK=config["chunk_rows"],
-            ALIGNED=element_alignment(problem),
-            DIES=config.values.get("dies", 1),
-            **tiles.constants,
+            WORLD=world, SHARD_K=problem.shard == "k", CHUNK=config["chunk_rows"], ALIGNED=element_alignment(problem),
+            DIES=config.values.get("dies", 1), **tiles.constants,
         )  # fmt: skip
         context.rejoin(self.streams)
 
@@ -100,9 +93,7 @@ class CopyEngine(Kernel[AllGatherGemm]):
                         self.context.copy(arrival[index : index + 1], self.ticket)
 
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
-        """Supports any number of rows: flags hold the epoch itself, and a rank writes only when all peers have
-        finished the previous call.
-        """
+        """Supports any number of rows: flags hold the epoch, and a rank writes when all peers have ended the last call."""
         world, rows, cols = smaller.world_size, smaller.shard_rows, smaller.shard_cols
         heap, rank = self.context.heap, self.context.rank
         inbox = self.inbox.view(-1)[: world * rows * cols].view(world, rows, cols)

@@ -1,8 +1,7 @@
 """Hands out the gathered A: copies the inbox of a kernel and this rank's shard after the call.
 
-The copy must be complete before a peer writes into the slot again. With two slots it is. A peer writes the slot two
-calls later, after it has received this rank's shard of the call in between. This rank sends that shard after the
-copy.
+The copy must be complete before a peer writes into the slot again. With two slots it is. A peer writes the slot two calls later,
+after it has received this rank's shard of the call in between. This rank sends that shard after the copy.
 
 `copy_engine` hands out nothing: it has one slot, and peers may write it once its kernel has ended. The pulling
 variants hand out nothing either: they have no inbox.
@@ -18,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autotax.core.problem import ceil_div
-from autotax.kernels.all_gather_gemm.tiles import element_alignment
+from autotax.kernels.all_gather_gemm.gemm import element_alignment
 from autotax.kernels.primitives import EPOCH, copy
 from autotax.operators.all_gather_gemm import operator
 from autotax.operators.inputs import DTYPES
@@ -59,9 +58,7 @@ def left_in(kernel: Any) -> str:
 
 
 def hand_out(kernel: Any, a: Tensor, whole: Tensor) -> None:
-    """Copies the gathered A of the call of `kernel` with `a` [rows, k], enqueued just before, to `whole` [world size
-    * rows, k].
-    """
+    """Copies the A that the last call of `kernel`, with `a` [rows, k], has gathered to `whole` [world size * rows, k]."""
     problem, context = kernel.problem, kernel.context
     size = a.numel()
     inbox, slot, slots = kernel.inbox, -1, 2
@@ -84,9 +81,7 @@ def keeps_gathered(kernel: Any) -> bool:
 
 
 def gathered_codes(kernel: Any, a: Tensor, scales_a: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns A [m, k] in e4m3 and its scales as the last call, of `a`, has gathered them, perhaps in workspaces. Not for scales of
-    blocks.
-    """
+    """A [m, k] in e4m3 and its scales as the last call, of `a`, has gathered them, perhaps in workspaces. Not for `block`."""
     if not hasattr(kernel, "gathered_scales"):
         codes: tuple[Tensor, Tensor] = kernel.gathered_codes(a, scales_a)
         return codes
@@ -102,9 +97,7 @@ def keeps_codes(kernel: Any) -> bool:
 
 
 def gathered(kernel: Any, a: Tensor, *, own: bool) -> Tensor:
-    """Returns A [m, k] as gathered by the last call, whose shard was `a`. With `own` it is a new tensor, else perhaps
-    a workspace.
-    """
+    """A [m, k] as the last call, of `a`, has gathered it. With `own` it is a new tensor, else perhaps a workspace."""
     problem = kernel.problem
     if left_in(kernel) in ("whole", "landing"):
         whole: Tensor = getattr(kernel, left_in(kernel))

@@ -1,5 +1,4 @@
-"""The GEMM of every fused All-Gather + GEMM variant: a persistent loop over output tiles that waits for the rows of A
-it needs.
+"""The GEMM of every fused All-Gather + GEMM variant: a persistent loop over output tiles that waits for the rows of A it needs.
 
 Tiles are assigned to programs statically or taken from a counter. The tiles of this rank's shard come first.
 
@@ -10,17 +9,171 @@ tile needs its rows from every rank and accumulates one K segment per source.
 Waiting happens inside the pipelined K loop. Prefetched loads must not pass the wait, so their addresses depend on the
 value that the wait returned.
 
-Tiles that would not fill a wave of programs are cut into SPLITS parts along K. Each part stores its sum in
-`partials`. The program that finishes last adds up all parts in a fixed order, so results do not depend on which
-program that is.
+Tiles that would not fill a wave of programs are cut into SPLITS parts along K. Each part stores its sum in `partials`. The
+program that finishes last adds up all parts in a fixed order, so results do not depend on which program that is.
+
+If the number of columns of a tile is no power of two (320), two products side by side (256 and 64 wide) share the rows of A.
+Accumulators and views of B are tuples of one or two items. Such tiles can fill one wave of processors where narrower tiles would
+need two.
 """
 
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div
 from autotax.kernels import tiling
-from autotax.kernels.all_gather_gemm.products import load_tile, multiplied, narrow, store_block, store_tile, zeros
-from autotax.kernels.primitives import EPOCH, NEXT_TILE, arithmetic, count, translate, wait
+from autotax.kernels.context import Context
+from autotax.kernels.primitives import EPOCH, NEXT_TILE, arithmetic, count, dot, translate, wait
+from autotax.operators.all_gather_gemm import AllGatherGemm
+
+AMD_OPTIONS = ("matrix_instr_nonkdim", "waves_per_eu", "kpack")
+"""Compile options that only Triton for AMD knows."""
+
+
+@dataclass(frozen=True)
+class TileOptions:
+    """The host side of the GEMM: its compile-time constants and the views of its operands."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    tma: bool
+    constants: dict[str, Any]
+    """Constexprs and compile options of a kernel that calls `gather_gemm`."""
+
+    @classmethod
+    def of(cls, config: Config) -> TileOptions:
+        tma = config["loads"] == "tma"
+        constants = {
+            "INTERLEAVED": config.values.get("order") == "interleaved",
+            "GROUP_M": config["group_m"],
+            "SPLITS": config.values.get("splits", 1),
+            "BLOCK_M": config["block_m"],
+            "BLOCK_N": config["block_n"],
+            "BLOCK_K": config["block_k"],
+            "TMA": tma,
+            "num_warps": config["num_warps"],
+            "num_stages": config["num_stages"],
+        } | {name: config[name] for name in AMD_OPTIONS if name in config.values}
+        return cls(config["block_m"], config["block_n"], config["block_k"], tma, constants)
+
+    def parts(self, problem: AllGatherGemm, config: Config, context: Context) -> tuple[Tensor, Tensor]:
+        """Allocates `partials` and `finished` of `gather_gemm`, for this many rows or fewer."""
+        splits = config["splits"]
+        cut = 0 if splits == 1 else min(context.processors - 1, ceil_div(problem.n, self.block_n) * self._rows_of_tiles(problem, config))
+        partials = context.empty((max(1, cut * splits), self.block_m, self.block_n), torch.float32)
+        return partials, context.empty((max(1, cut),), torch.int32).zero_()
+
+    def _rows_of_tiles(self, problem: AllGatherGemm, config: Config) -> int:
+        if problem.shard == "k":
+            return ceil_div(problem.m, self.block_m)
+        if config.values.get("across"):
+            return ceil_div(problem.world_size * problem.shard_rows, self.block_m)
+        return problem.world_size * ceil_div(problem.shard_rows, self.block_m)
+
+    def view_a(self, matrix: Tensor) -> Any:
+        """Returns the argument of `load_tile` for blocks of A: a TMA descriptor, or the tensor itself."""
+        return TensorDescriptor.from_tensor(matrix, [self.block_m, self.block_k]) if self.tma else matrix
+
+    def view_b(self, matrix: Tensor) -> Any:
+        """Returns the argument of `load_tile` for blocks of B."""
+        return TensorDescriptor.from_tensor(matrix, [self.block_n, self.block_k]) if self.tma else matrix
+
+
+def element_alignment(problem: AllGatherGemm) -> int:
+    """Every row of a shard is aligned to this many elements, at most 16. Vector accesses rely on it."""
+    return math.gcd(problem.shard_cols, 16)
+
+
+@triton.constexpr_function
+def wide(block_n):
+    """Columns of a tile's first product: the largest power of two."""
+    return 1 << (block_n.bit_length() - 1)
+
+
+@triton.constexpr_function
+def narrow(block_n):
+    """Columns of a tile's second product: a power of two, or zero. Few tiles have a second product."""
+    return block_n - (1 << (block_n.bit_length() - 1))
+
+
+def views_of_b(tiles: TileOptions, matrix: Tensor) -> tuple[Any, Any]:
+    """The views of B for the first and second product of a tile, or None. A launch accepts no TMA descriptor inside a tuple."""
+    if tiles.block_n & (tiles.block_n - 1) == 0:  # fast path for eager calls
+        return tiles.view_b(matrix), None
+    first, second = (replace(tiles, block_n=part(tiles.block_n)).view_b(matrix) for part in (wide, narrow))
+    return first, second
+
+
+@triton.jit
+def zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The accumulators of a tile."""
+    first = tl.zeros([BLOCK_M, wide(BLOCK_N)], tl.float32)
+    if narrow(BLOCK_N) == 0:
+        return (first,)
+    else:  # noqa: RET505 - decided at compile time; without `else` both arms would be compiled
+        return first, tl.zeros([BLOCK_M, narrow(BLOCK_N)], tl.float32)
+
+
+@triton.jit
+def load_tile(
+    view, row, col, rows, cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """Loads ROWS x COLS elements of a row-major matrix, zero outside. `view` is a TMA descriptor of such blocks, or a
+    pointer. Columns and strides are multiples of ALIGNED elements.
+    """
+    if TMA:
+        tile = view.load([row, col])
+    else:
+        r = row + tl.arange(0, ROWS)
+        c = col + tl.arange(0, COLS)
+        inside = (r < rows)[:, None] & (c < cols)[None, :]
+        size: tl.constexpr = view.dtype.element_ty.primitive_bitwidth // 8
+        # The compiler knows no alignment of an address translated from an integer: loads would be two bytes wide.
+        there = tl.multiple_of(view + r.to(tl.int64)[:, None] * stride + c[None, :], (size, ALIGNED * size))
+        tile = tl.load(there, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def multiplied(
+    acc, x, b, col, at, n, end, k,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """acc + x @ B[col : col + BLOCK_N, at : at + BLOCK_K].T for B [n, k]; columns from `end` on count as zero."""
+    y = load_tile(b[0], col, at, n, end, k, wide(BLOCK_N), BLOCK_K, TMA, ALIGNED)
+    first = dot(x, y.T, acc[0], TARGET)
+    if narrow(BLOCK_N) == 0:
+        return (first,)
+    else:  # noqa: RET505 - as above
+        z = load_tile(b[1], col + wide(BLOCK_N), at, n, end, k, narrow(BLOCK_N), BLOCK_K, TMA, ALIGNED)
+        return first, dot(x, z.T, acc[1], TARGET)
+
+
+@triton.jit
+def store_block(out, acc, row, col, row_end, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    r = row + tl.arange(0, BLOCK_M)
+    c = col + tl.arange(0, BLOCK_N)
+    inside = (r < row_end)[:, None] & (c < n)[None, :]
+    tl.store(out + r.to(tl.int64)[:, None] * n + c[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_tile(out, acc, row, col, row_end, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    store_block(out, acc[0], row, col, row_end, n, BLOCK_M, wide(BLOCK_N))
+    if narrow(BLOCK_N) != 0:
+        store_block(out, acc[1], row, col + wide(BLOCK_N), row_end, n, BLOCK_M, narrow(BLOCK_N))
+
 
 K_ALIGNMENT = tl.constexpr(128)
 """K groups are aligned to this many columns: a multiple of every BLOCK_K."""
@@ -48,11 +201,7 @@ def next_item(control):
 
 @triton.jit
 def next_share(control, dealt, items):
-    """Takes a work item that was not assigned statically and that no other program has. Returns its number and that
-    number + 1.
-
-    No item is left if the number is not below `items`.
-    """
+    """Takes a work item that was not assigned statically. Returns its number, not below `items` if none is left, and that + 1."""
     item = items
     if dealt < items:
         item = dealt + next_item(control)
@@ -61,9 +210,8 @@ def next_share(control, dealt, items):
 
 @triton.jit
 def first_share(worker, control, dealt, items):
-    """Returns a program's first work item and the end of its share. The static share is every n-th item from `worker`
-    on, for n workers. Without a static share the item comes from `next_share`. A negative worker has been
-    communicating.
+    """Returns a program's first work item and the end of its share. The static share is every n-th item from `worker` on, for n
+    workers. Without a static share the item comes from `next_share`. A negative worker has been communicating.
     """
     item, share_end = worker, dealt
     if (worker < 0) | (worker >= dealt):
@@ -73,9 +221,7 @@ def first_share(worker, control, dealt, items):
 
 @triton.jit
 def columns_of(group, cols, K_GROUPS: tl.constexpr):
-    """The first column of a K group of a shard, and the column after its last. Groups have whole K blocks; the last
-    group may be shorter.
-    """
+    """The first column of a K group of a shard, and the column after its last. The last group may be shorter."""
     span = tl.cdiv(cols, K_GROUPS * K_ALIGNMENT) * K_ALIGNMENT
     start = group * span
     return start, tl.minimum(start + span, cols)
@@ -113,9 +259,7 @@ def awaited_product(
     WORLD: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Like `product`, for rows row ... row_end - 1 in the inbox, counted from the shard of `source` on. Waits for
-    each K group first.
-    """
+    """`product` for rows row ... row_end - 1 in the inbox, from the shard of `source` on. Waits for each K group first."""
     chunks = tl.cdiv(rows, CHUNK)
     first = (source + row // rows) * chunks + (row % rows) // CHUNK
     last = (source + (row_end - 1) // rows) * chunks + ((row_end - 1) % rows) // CHUNK
@@ -136,9 +280,7 @@ def awaited_product(
 
 
 @triton.jit
-def add_parts(
-    out, parts, row, col, row_end, n, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def add_parts(out, parts, row, col, row_end, n, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Stores the sum of SPLITS parts [BLOCK_M, BLOCK_N] of a tile, which other programs have just written.
 
     On NVIDIA `.cg` bypasses the L1. On AMD it is only a hint (`sc0 nt`) that the data is read once. There `count` has
@@ -181,8 +323,7 @@ def gather_rows(
     K_GROUPS: tl.constexpr, COMM: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, DIES: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Computes tiles of C until none is left, for A sharded along M: this rank's rows first, then the rows of the
-    other ranks.
+    """Computes tiles of C until none is left, for A sharded along M: this rank's rows first, then the rows of the other ranks.
 
     There are two loops instead of one with a branch, so that the two pipelines can use the same shared memory. With
     ALL there is one loop, over the rows of all shards. For whole tiles (SPLITS 1) each loop is flattened with its K
@@ -272,9 +413,7 @@ def gather_columns(
     GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Computes tiles of C until none is left, for A sharded along K: each tile adds this rank's segment first, then
-    the other segments.
-    """
+    """Computes tiles of C until none is left, for A sharded along K: each tile adds this rank's segment first."""
     epoch = tl.load(control + EPOCH)
     m_tiles = tl.cdiv(m, BLOCK_M)
     n_tiles = tl.cdiv(n, BLOCK_N)
@@ -327,12 +466,11 @@ def gather_gemm(
 
     This rank's shard [rows, cols] is read through `own`. The other shards, and with ALL also this rank's, lie in
     `inbox` [SLOTS, WORLD, rows, cols]. With REMOTE each shard lies in the inbox [SLOTS, rows, cols] of its owner, and
-    `inbox` is a plain pointer. `b` has the views of B (see `products`).
+    `inbox` is a plain pointer. `b` has the views of B (see `views_of_b`).
 
-    Flags are [K_GROUPS, WORLD, chunks], with REMOTE [WORLD]. The data of a flag has arrived after `signals` signals
-    per call. With SPLITS > 1 the cut tiles, fewer than there are programs, use `partials` float32 [tiles, SPLITS,
-    BLOCK_M, BLOCK_N] and `finished` int32 [tiles]. `finished` is zero between calls. With SPLITS 1 neither is
-    touched.
+    Flags are [K_GROUPS, WORLD, chunks], with REMOTE [WORLD]. The data of a flag has arrived after `signals` signals per call.
+    With SPLITS > 1 the cut tiles, fewer than there are programs, use `partials` float32 [tiles, SPLITS, BLOCK_M, BLOCK_N] and
+    `finished` int32 [tiles]. `finished` is zero between calls. With SPLITS 1 neither is touched.
     """
     if SHARD_K:
         gather_columns(

@@ -1,5 +1,5 @@
-"""Alternatives that a tuned config is compared with, and that may win: torch's fused operator, NCCL in its protocols. And the GEMM
-alone, a bound.
+"""Alternatives that a tuned config is compared with, and that may win: torch's fused operator, NCCL in its protocols. And the
+GEMM alone, a bound.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class TorchFused(Kernel[AllGatherGemm]):
 
 
 class TorchPipeline(Kernel[AllGatherGemm]):
-    """The steps of torch.ops.symm_mem.fused_all_gather_matmul, in memory that is allocated once, and with the product in the output.
-    For A sharded along M.
-    """
+    """The steps of torch.ops.symm_mem.fused_all_gather_matmul for A sharded along M, in memory that is allocated once."""
 
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)

@@ -1,9 +1,8 @@
 """pull: the GEMM loads remote rows of A inside its K loop, straight from the memory of their owner.
 
-Waits: `publish` copies this rank's shard into the heap and signals every peer; a tile waits once for its source. The
-published shard has two slots, chosen by the epoch's parity. An owner writes a slot again two calls later, after every
-peer has published the call in between. A peer publishes that call after it has read the slot. The local L2 does not
-keep remote data, so this pays only while few column blocks read each row block.
+Waits: `publish` copies this rank's shard into the heap and signals every peer; a tile waits once for its source. The published
+shard has two slots, chosen by the epoch's parity. The local L2 does not keep remote data, so this pays only while few column
+blocks read each row block.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autotax.core.config import Config
-from autotax.kernels.all_gather_gemm.gemm import gather_gemm
-from autotax.kernels.all_gather_gemm.products import views_of_b
-from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
+from autotax.kernels.all_gather_gemm.gemm import TileOptions, element_alignment, gather_gemm, views_of_b
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel, around_the_border
 from autotax.kernels.primitives import EPOCH, copy, leave, signal_all
@@ -70,24 +67,16 @@ class Pull(Kernel[AllGatherGemm]):
         rows, cols, world = problem.shard_rows, problem.shard_cols, problem.world_size
         bases = context.heap.bases
         context.launch(
-            publish,
-            (self.publishers,),
+            publish, (self.publishers,),
             a, self.published, bases, self.flags, self.control, context.rank, rows, cols,
-            WORLD=world,
-            BLOCK=COPY_BLOCK,
-            ALIGNED=element_alignment(problem),
-            num_warps=8,
+            WORLD=world, BLOCK=COPY_BLOCK, ALIGNED=element_alignment(problem), num_warps=8,
         )  # fmt: skip
         context.launch(
-            pull_kernel,
-            (context.processors,),
+            pull_kernel, (context.processors,),
             tiles.view_a(a), self.published, *views_of_b(tiles, b), out, bases, self.flags, self.control,
             context.rank, problem.m, problem.n, rows, cols, self.publishers,
-            WORLD=world,
-            SHARD_K=problem.shard == "k",
-            ALIGNED=element_alignment(problem),
-            DIES=self.config.values.get("dies", 1),
-            **tiles.constants,
+            WORLD=world, SHARD_K=problem.shard == "k", ALIGNED=element_alignment(problem),
+            DIES=self.config.values.get("dies", 1), **tiles.constants,
         )  # fmt: skip
 
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any] | None:

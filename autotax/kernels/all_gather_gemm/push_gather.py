@@ -1,10 +1,9 @@
 """Gathers A for the vendor's GEMM: the kernels that send and wait, and the rule that frees a slot of the inbox.
 
-The library gets its addresses when a call is captured, so the host chooses the slot of the inbox: the two in turn. A
-graph may hold an odd number of calls and so use one slot twice in a row. Therefore nothing relies on parity. The
-control block records which call used a slot last. Each rank raises `begun` flags when it begins a call; they tell its
-peers that it has finished the previous call. If slots do alternate, these flags were raised one call earlier, and
-nobody waits.
+The library gets its addresses when a call is captured, so the host chooses the slot of the inbox: the two in turn. A graph may
+use one slot twice in a row, so nothing relies on parity. The control block records which call used a slot last. Each rank raises
+`begun` flags when it begins a call; they tell its peers that it has finished the previous call. If slots do alternate, nobody
+waits for them.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from autotax.kernels.all_gather_gemm.scaled_shards import spread_quantised
 from autotax.kernels.primitives import ALL_BEGUN, AWAITED, EPOCH, SLOT_USED, leave, signal_all, translate, wait
 
 COPY_ELEMENTS = tl.constexpr(16384)
@@ -41,8 +41,7 @@ def spread(
 ):  # fmt: skip
     """landing[row:row_end, col:col_end] = source[...] on every other rank, and with SELF also on this rank.
 
-    Both are row-major; columns and strides are multiples of ALIGNED. Each block is loaded once, whatever the number
-    of ranks.
+    Both are row-major; columns and strides are multiples of ALIGNED. Each block is loaded once, whatever the number of ranks.
     """
     size: tl.constexpr = source.dtype.element_ty.primitive_bitwidth // 8
     col_end = tl.multiple_of(col_end, ALIGNED)
@@ -75,9 +74,7 @@ def spread_part(
     landing, a, program, rows, cols, bases, rank, WORLD: tl.constexpr, SHARD_K: tl.constexpr, WHOLE: tl.constexpr,
     COMM: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Writes one of COMM parts of the shard [rows, cols] to all peers. With SHARD_K a part has whole rows and goes
-    into rows WORLD times as long.
-    """
+    """Writes one of COMM parts of the shard [rows, cols] to all peers. With SHARD_K rows go into rows WORLD times longer."""
     if SHARD_K:
         height = tl.cdiv(rows, COMM)
         row = program * height
@@ -142,9 +139,7 @@ def open_slot(ticket, bases, begun, control, rank, slot, WORLD: tl.constexpr, TA
 
 
 @triton.jit(do_not_specialize=["rank", "hop", "hops"])
-def await_shards(
-    arrived, control, rank, hop, hops, signals, LAST: tl.constexpr, WORLD: tl.constexpr, TARGET: tl.constexpr
-):  # fmt: skip
+def await_shards(arrived, control, rank, hop, hops, signals, LAST: tl.constexpr, WORLD: tl.constexpr, TARGET: tl.constexpr):
     """One program: waits for the shards that arrive over hops hop ... hops - 1. `LAST` marks the last wait of a call.
 
     The kernel counts calls by itself, because the sending kernel may not have begun yet, or may have ended already.
@@ -155,3 +150,65 @@ def await_shards(
         wait(arrived + source, call * signals, source, source, control, TARGET)
     if LAST:
         tl.store(control + AWAITED, call)
+
+
+SCALES_AT_ONCE = tl.constexpr(1024)
+"""Scales that a program moves at a time."""
+
+
+@triton.jit
+def spread_scales(
+    inbox, scales, program, rows, groups, source_stride, group_stride, bases, rank,
+    WORLD: tl.constexpr, SELF: tl.constexpr, COMM: tl.constexpr,
+):  # fmt: skip
+    """Writes one of COMM parts of the scales [groups, rows] to every other rank, and with SELF also to this rank.
+
+    The scale of row r, group g and this rank lies at inbox + rank * source_stride + g * group_stride + r.
+    """
+    size = rows * groups
+    for first in range(program * SCALES_AT_ONCE, size, COMM * SCALES_AT_ONCE):
+        at = first + tl.arange(0, SCALES_AT_ONCE)
+        held = tl.load(scales + at, mask=at < size)
+        there = rank * source_stride + at // rows * group_stride + at % rows
+        for hop in tl.static_range(1, WORLD + SELF):
+            tl.store(translate(inbox, bases, rank, (rank + hop) % WORLD) + there, held, mask=at < size)
+
+
+@triton.jit(do_not_specialize=["rank", "slot"])
+def push_scaled(
+    a, scales, most, inbox, scale_inbox, bases, arrived, begun, control, rank, slot, rows, cols, groups, source_stride, group_stride,
+    WORLD: tl.constexpr, WHOLE: tl.constexpr, COMM: tl.constexpr, QUANT: tl.constexpr, COLS: tl.constexpr, COPY_COLS: tl.constexpr,
+    ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """`push_gather` for the bytes and scales of a shard in e4m3, which have one flag. It quantises unless QUANT is "none".
+
+    The scales of blocks lie group by group: for one product as [groups, m], else as [source, groups, rows of a shard], so that
+    each shard's scales have the strides that the vendor's product wants. With QUANT "none" `a` and `inbox` are 16-bit words,
+    `cols` of them a row; else `a` are numbers, `inbox` bytes, and `cols` their number a row. `groups` is the number of scales a
+    row, 0 where none is sent.
+    """
+    epoch = tl.load(control + EPOCH)
+    program = tl.program_id(0) - 1
+    if program < 0:
+        announce(begun, bases, rank, WORLD, TARGET)
+    elif program < COMM:
+        if tl.load(control + ALL_BEGUN) - tl.load(control + SLOT_USED + slot) <= 0:
+            for hop in tl.range(1, WORLD, num_stages=1):
+                await_slot(begun, control, slot, (rank + hop) % WORLD, TARGET)
+        if QUANT == "none":
+            landing = inbox + rank * (rows * tl.cast(cols, tl.int64))
+            spread_part(landing, a, program, rows, cols, bases, rank, WORLD, False, WHOLE, COMM, COPY_COLS, ALIGNED)
+            spread_scales(scale_inbox, scales, program, rows, groups, source_stride, group_stride, bases, rank, WORLD, WHOLE, COMM)
+        else:
+            spread_quantised(
+                a, scales, most, inbox, scale_inbox, program, rows, groups, source_stride, group_stride, cols, bases, rank,
+                WORLD, WHOLE, COMM, QUANT, COLS, TARGET,
+            )  # fmt: skip
+        signal_all(arrived, rank, bases, rank, WORLD, False, TARGET)
+    else:
+        source = (rank + 2 * WORLD - 1 - (program - COMM)) % WORLD
+        wait(arrived + source, epoch * COMM, source, source, control, TARGET)
+    if leave(control, epoch, tl.num_programs(0), TARGET):  # once all programs have left, nobody reads these words
+        tl.store(control + SLOT_USED + slot, epoch)
+        if WHOLE:  # together the programs have waited for every peer
+            tl.store(control + ALL_BEGUN, epoch)

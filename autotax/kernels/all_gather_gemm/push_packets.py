@@ -1,5 +1,4 @@
-"""push_packets: for few rows, on any machine. The shards of A travel as 8-byte words that carry the number of their
-call.
+"""push_packets: for few rows, on any machine. The shards of A travel as 8-byte words that carry the number of their call.
 
 So neither flags in the heap nor system-scope fences are needed. A word has four bytes of A in its low half and the
 number of the call in its high half. One store writes it. The reader loads its words repeatedly until each has this
@@ -11,14 +10,8 @@ part of the other shards, counts itself on its GPU, and waits until all programs
 There is one program per processor, so all run at the same time. A program counts itself only after its last word, and
 it sends words before any wait. So every wait ends.
 
-No stale word can match. There are two slots, chosen by the parity of the call. A word of the slot holds the number of
-an earlier call until this call's word replaces it whole. Only the call exactly 2^32 calls earlier has the same
-number.
-
-No word is replaced too early. A rank writes a slot again in call e + 2, after its own call e + 1 has ended. That call
-received words of every peer, because every shard has at least one row, possibly padding. Each peer sent those words
-after its call e had ended, with all its reads of the slot. The dense copy and the count have one slot: only this rank
-uses them, call after call in stream order.
+There are two slots, chosen by the parity of the call; the dense copy and the count have one. `docs/memory-model.md` says why no
+stale word matches and none is replaced too early.
 """
 
 from __future__ import annotations
@@ -33,23 +26,27 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels import tiling
-from autotax.kernels.all_gather_gemm.gemm import finish, product
-from autotax.kernels.all_gather_gemm.products import zeros
-from autotax.kernels.all_gather_gemm.tiles import TileOptions
+from autotax.kernels.all_gather_gemm.gemm import (
+    TileOptions,
+    finish,
+    first_block,
+    grouped,
+    last_block,
+    pieces,
+    product,
+    tile_of,
+    whole_tiles,
+    zeros,
+)
+from autotax.kernels.all_gather_gemm.push_gather import warm
+from autotax.kernels.all_gather_gemm.scaled_shards import Scaled, codes_of
 from autotax.kernels.context import Context, note_of
 from autotax.kernels.head_gather.words import await_words
 from autotax.kernels.kernel import Kernel
-from autotax.kernels.primitives import EPOCH, LIMIT, arithmetic, leave, signal, translate, wait
+from autotax.kernels.primitives import EPOCH, LIMIT, leave, signal, translate, wait
+from autotax.kernels.scaled_product import Tile, scaled_item
 from autotax.kernels.whole_words import store_whole
 from autotax.operators.all_gather_gemm import AllGatherGemm
-
-grouped = arithmetic(tiling.grouped)
-whole_tiles = arithmetic(tiling.whole_tiles)
-tile_of = arithmetic(tiling.tile_of)
-first_block = arithmetic(tiling.first_block)
-last_block = arithmetic(tiling.last_block)
-pieces = arithmetic(tiling.pieces)
 
 WORD_BYTES = 4
 """Bytes of A in a word."""
@@ -71,9 +68,7 @@ def send_packets(
     a, dense, words, bases, epoch, rank, size, width, room,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, PIECE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes every n-th piece of this rank's shard to each peer, for n programs, and last to its place in the local
-    copy of A.
-    """
+    """Writes every n-th piece of this rank's shard to each peer, for n programs, and last to its place in the local copy of A."""
     number = epoch.to(tl.int64) << 32
     box = words + ((epoch & 1) * WORLD + rank).to(tl.int64) * room
     parts = tl.cdiv(size, PIECE)
@@ -112,9 +107,7 @@ def push_packets_kernel(
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, PIECE: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`a` is this rank's shard and `dense` is A, both as int32. `view` is A as the product reads it. `words` are [2,
-    source, room].
-    """
+    """`a` is this rank's shard and `dense` is A, as int32. `view` is A as the product reads it. `words` are [2, source, room]."""
     epoch = tl.load(control + EPOCH)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -165,19 +158,16 @@ class PushPackets(Kernel[AllGatherGemm]):
         self.whole = context.empty((rows, problem.k), dtype)
         self.partials, self.finished = self.tiles.parts(problem, config, context)
         self.constants: dict[str, Any] = {
-            "WORLD": world,
-            "SHARD_K": problem.shard == "k",
-            "PIECE": config["piece"],
+            "WORLD": world, "SHARD_K": problem.shard == "k", "PIECE": config["piece"],
             "ALIGNED": math.gcd(problem.k, 16),
             **{name: value for name, value in self.tiles.constants.items() if name != "INTERLEAVED"},
-        }
+        }  # fmt: skip
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         problem, context, tiles = self.problem, self.context, self.tiles
         width = problem.shard_cols * problem.item_size // WORD_BYTES
         context.launch(
-            push_packets_kernel,
-            (context.processors,),
+            push_packets_kernel, (context.processors,),
             a.view(-1).view(torch.int32), self.whole.view(-1).view(torch.int32), tiles.view_a(self.whole), tiles.view_b(b), out,
             self.words, self.partials, self.finished, context.heap.bases, self.received, self.control, self.patient,
             context.rank, problem.m, problem.n, problem.k, problem.shard_rows * width, width, self.room,
@@ -185,11 +175,111 @@ class PushPackets(Kernel[AllGatherGemm]):
         )  # fmt: skip
 
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
-        """Supports any number of rows: boxes keep the places they have for the most rows, and a word carries the
-        number of its call.
-        """
+        """Supports any number of rows: boxes keep their places, and a word carries the number of its call."""
         rows = smaller.m if smaller.shard == "k" else smaller.world_size * smaller.shard_rows
         return {"whole": self.whole[:rows]}
+
+    def failure(self) -> str | None:
+        """See Kernel.failure."""
+        return super().failure() or note_of(self.patient, self.context.rank)
+
+
+POLLED_WORDS = 1024
+"""Words that are polled together: at least one per thread, since Triton may load a smaller tile twice."""
+WARM_ROWS, WARM_WORDS = tl.constexpr(8), tl.constexpr(1024)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def scaled_packets_kernel(
+    a, of_a, dense, dense_scales, words, scale_words, view, scales_a, stride_m, stride_g, b, b_words, scales_b, out, partials, finished,
+    bases, received, control, patient, rank, m, n, k, items, rows, width, groups, room, scale_room, warm_words,
+    WORLD: tl.constexpr, PIECE: tl.constexpr, SCALES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """`a` and `of_a` are this rank's bytes and scales as int32, `dense` and `dense_scales` those of all ranks. `view` and
+    `scales_a` are the latter as the product reads them. `width` are words of a row, `groups` scales of a row that travel.
+    """
+    epoch = tl.load(control + EPOCH)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    send_packets(a, dense, words, bases, epoch, rank, rows * width, width, room, WORLD, False, PIECE, TARGET)
+    if groups > 0:
+        send_packets(
+            of_a, dense_scales, scale_words, bases, epoch, rank, rows * groups, rows, scale_room, WORLD, True, PIECE, TARGET
+        )
+    if warm_words > 0:
+        warm(b_words, n, warm_words, k // 4, program, programs, WARM_ROWS, WARM_WORDS)
+    # The interpreter runs programs one after another, so there only the last program does the work that waits.
+    last = program == programs - 1
+    first = 0 if TARGET == "interpreter" else program
+    step = 1 if TARGET == "interpreter" else programs
+    if (TARGET != "interpreter") | last:
+        receive_packets(dense, words, control, epoch, rank, rows * width, width, room, first, step, WORLD, False, PIECE, TARGET)
+        if groups > 0:
+            receive_packets(
+                dense_scales, scale_words, control, epoch, rank, rows * groups, rows, scale_room, first, step, WORLD, True, PIECE, TARGET
+            )
+    signal(received, 1, TARGET, "gpu")  # only this rank reads the copy of A
+    if (TARGET != "interpreter") | last:
+        wait(received, epoch * programs, rank, 0, patient, TARGET)
+        for item in tl.range(first, items, step):
+            scaled_item(
+                item, view, scales_a, stride_m, stride_g, b, scales_b, out, partials, finished, m, n, k,
+                SCALES, SPLITS, BLOCK_M, BLOCK_N, TMA, ALIGNED, TARGET,
+            )  # fmt: skip
+    leave(control, epoch, programs, TARGET)
+
+
+class ScaledPackets(Scaled):
+    """`push_packets` for e4m3: bytes and scales of a shard travel as words. The scales have boxes of their own.
+
+    Between sending and receiving, `warm` MiB of B are loaded into the L2: nothing else uses the memory while words are under way.
+    With `per_processor` 2 two programs share a processor; the space allows that only where both fit, so that all are resident.
+    """
+
+    def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        world = problem.world_size
+        self.tile = Tile(config, context)
+        # Rounded up to 16 words: every box begins at a multiple of 128 bytes. Zeros are words of call 0, which does not exist.
+        self.room, self.scale_room = (
+            ceil_div(max(1, size), 16) * 16 for size in (self.rows * problem.k // WORD_BYTES, self.rows * self.groups)
+        )
+        self.words = context.heap.zeros((2, world, self.room), torch.int64)
+        self.scale_words = context.heap.zeros((2, world, self.scale_room), torch.int64)
+        self.received = context.flags(1)
+        self.patient = context.control(patience=PATIENCE)
+        self.whole = context.empty((world * self.rows, problem.k), codes_of(problem))
+        self.scales = context.empty((max(1, self.groups) * world * self.rows,), torch.float32)
+        self.partials, self.finished = self.tile.parts(problem.m, problem.n, context)
+        words = min(problem.k // WORD_BYTES, config["warm"] * 2**20 // (problem.n * WORD_BYTES))
+        self.warm_words = words // WARM_WORDS.value * WARM_WORDS.value
+
+    def run(self, a: Tensor, scales_a: Tensor | None, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
+        problem, context, tile, world = self.problem, self.context, self.tile, self.problem.world_size
+        codes, scales = self.quantised(a, scales_a)
+        ordered = self.scales[: max(1, self.groups) * world * self.rows].view(-1, world * self.rows)
+        of_all = self.whole_scales(ordered[:, : problem.m], scales)
+        strides = of_all.stride() if of_all.dim() == 2 else (0, 0)
+        context.launch(
+            scaled_packets_kernel, (context.processors * self.config["per_processor"],),
+            codes.view(-1).view(torch.int32), scales.t().view(torch.int32) if self.groups else self.scales.view(torch.int32),
+            self.whole.view(-1).view(torch.int32), self.scales.view(torch.int32), self.words, self.scale_words,
+            tile.view(self.whole[: problem.m], tile.rows), of_all, *strides, tile.view(b, tile.columns), b.view(torch.int32), scales_b, out,
+            self.partials, self.finished, context.heap.bases, self.received, self.control, self.patient,
+            context.rank, problem.m, problem.n, problem.k, tile.items(problem.m, problem.n), self.rows, problem.k // WORD_BYTES, self.groups,
+            self.room, self.scale_room, self.warm_words,
+            WORLD=world, PIECE=POLLED_WORDS, **tile.constants(problem),
+        )  # fmt: skip
+
+    def gathered_codes(self, a: Tensor, scales_a: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """A [m, k] and its scales as the last call has gathered them, in workspaces."""
+        ordered = self.scales[: max(1, self.groups) * self.problem.world_size * self.rows].view(max(1, self.groups), -1)
+        return self.whole[: self.problem.m], self.whole_scales(ordered[:, : self.problem.m], scales_a)
+
+    def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
+        """Supports any number of rows: boxes keep their places, and a word carries the number of its call."""
+        return {"rows": smaller.shard_rows, "whole": self.whole[: smaller.world_size * smaller.shard_rows]}
 
     def failure(self) -> str | None:
         """See Kernel.failure."""

@@ -1,30 +1,82 @@
 """The parts of warp-specialized kernels that do not depend on how shards arrive: tiles, waits, loads, products,
 stores. For Hopper, in Gluon.
 
-A tile of C [BLOCK_M, BLOCK_N] has two sides, X and Y. Each group of four warps multiplies 64 rows of X by all of Y. Y
-has one to three parts of Y1, Y2 and Y3 rows (powers of two; 0 if a part is missing). So a tile may be 160, 192, 224
-or 320 wide. One wave of such tiles can fit where a width of 256 would leave processors idle and 128 would need two
-waves. X is a block of A, or with X_IS_B a block of B. In the latter case a group computes the transpose and
-transposes it back while storing.
+A tile of C [BLOCK_M, BLOCK_N] has two sides, X and Y. Each group of four warps multiplies 64 rows of X by all of Y. Y has one to
+three parts of Y1, Y2 and Y3 rows (powers of two; 0 if a part is missing). So a tile may be 160, 192, 224 or 320 wide. One wave of
+such tiles can fit where a width of 256 would leave processors idle and 128 would need two waves. X is a block of A, or with
+X_IS_B a block of B. In the latter case a group computes the transpose and transposes it back while storing.
 
 Blocks of K pass through STAGES buffers in shared memory. Each buffer has DEPTH strips of 64 columns and two barriers.
 The loading warp waits until a buffer is empty and issues a TMA load, whose arrival completes the barrier `full`. A
 multiplying group waits for `full`, and arrives at `empty` when its products of that buffer are done.
 """
 
+from __future__ import annotations
+
+import functools
+from typing import TypeVar
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from autotax.core.config import Config
 from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.gemm import grouped, remote_row
 from autotax.kernels.primitives import ERROR, LIMIT, note_missing, settle
+from autotax.kernels.tiling import GROUP_ROWS, parts_of, sides, x_is_a_block_of_b
+
+T = TypeVar("T")
+
+GLUON_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
+MOST_PARTS = 3
+
+
+class Views:
+    """Arguments of a kernel for a tile: its sides as constants, and TMA boxes of a block of A, of the parts of a block of B, and
+    of the parts of C [shards, rows, columns]. See `tiling.sides`.
+    """
+
+    def __init__(self, config: Config, dtype: str) -> None:
+        self.dtype = dtype
+        x_is_b = x_is_a_block_of_b(config["block_m"], config["block_n"])
+        x, y = sides(config["block_m"], config["block_n"])
+        parts = parts_of(y)
+        box_x, boxes_y = [GROUP_ROWS, tiling.BLOCK_K], [[part, tiling.BLOCK_K] for part in parts]
+        self.box_a, self.boxes_b = (boxes_y[0], [box_x]) if x_is_b else (box_x, boxes_y)
+        self.boxes_out = [[1, part, GROUP_ROWS] if x_is_b else [1, GROUP_ROWS, part] for part in parts]
+        self.groups = x // GROUP_ROWS
+        self.constants = {
+            "X_IS_B": x_is_b, "GROUPS": self.groups,
+            **{f"Y{number}": part for number, part in enumerate(padded(parts, MOST_PARTS, 0), 1)},
+            "STAGES": config["num_stages"], "num_warps": 4,
+        }  # fmt: skip
+
+    def of(self, matrix: Tensor, box: list[int]) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(matrix, box, layout_of(tuple(box), self.dtype))
+
+    def of_a(self, a: Tensor) -> TensorDescriptor:
+        return self.of(a, self.box_a)
+
+    def of_b(self, b: Tensor) -> list[TensorDescriptor | None]:
+        return padded([self.of(b, box) for box in self.boxes_b], MOST_PARTS, None)
+
+    def of_out(self, out: Tensor) -> list[TensorDescriptor | None]:
+        return padded([self.of(out, box) for box in self.boxes_out], MOST_PARTS, None)
+
+
+@functools.cache
+def layout_of(block: tuple[int, ...], dtype: str) -> gl.NVMMASharedLayout:
+    """The layout of a block in shared memory. Cached, because each eager call needs several layouts."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])
+
+
+def padded(items: list[T], length: int, missing: T) -> list[T]:
+    """Pads `items` to the number of the kernel's arguments: a launch takes no descriptors in a tuple."""
+    return items + [missing] * (length - len(items))
+
 
 X_ROWS = gl.constexpr(tiling.GROUP_ROWS)
 """Rows of X that each group multiplies."""
@@ -64,12 +116,8 @@ def tile_at(
 
 
 @gluon.jit
-def load_groups(
-    view, row, at, loaded, x, stage, FIRST: gl.constexpr, END: gl.constexpr, GROUPS: gl.constexpr
-):  # fmt: skip
-    """Issues the loads of the rows of X of some groups, for the block that begins at `row`. Their arrival counts for
-    the barrier `loaded`.
-    """
+def load_groups(view, row, at, loaded, x, stage, FIRST: gl.constexpr, END: gl.constexpr, GROUPS: gl.constexpr):
+    """Issues the loads of the rows of X of some groups, for the block at `row`. They arrive at the barrier `loaded`."""
     for group in gl.static_range(FIRST, END):
         load_block(view, [row + group * X_ROWS, at], loaded, x.index(stage * GROUPS + group))
 
@@ -100,8 +148,7 @@ def look(flags, first, count, epoch):
 def wait_first(flags, first, count, source, epoch, control, PATIENCE: gl.constexpr, TARGET: gl.constexpr):
     """Waits for the first of `count` flags and returns how many have arrived without a gap; see `primitives.wait`.
 
-    Waits for programs of the same rank get more PATIENCE than waits for peers, so that the first note names the
-    missing peer.
+    Waits for programs of the same rank get more PATIENCE than waits for peers, so that the first note names the missing peer.
     """
     there = look(flags, first, count, epoch)
     if there == 0:
@@ -153,9 +200,7 @@ def allocate(
 
 @gluon.jit
 def store_part(out, part, staging, row, col, rows, X_IS_B: gl.constexpr, TARGET: gl.constexpr):
-    """Stores `part` in C from (row, col) on, by way of `staging`; with X_IS_B it transposes the part. It stores no
-    rows beyond the shard's.
-    """
+    """Stores `part`, with X_IS_B transposed, in C from (row, col) on, by way of `staging`. Rows beyond the shard are left out."""
     tma.store_wait(0)  # until the previous store has read the staging area
     HIGH: gl.constexpr = out.block_shape[1]
     WIDE: gl.constexpr = out.block_shape[2]

@@ -1,11 +1,10 @@
-"""scaled_specialized: `push_specialized` for e4m3. `scaled_roles` says how its groups multiply.
+"""scaled_specialized, scaled_push_words: `push_specialized`, `push_words` for e4m3. `scaled_roles` says how groups multiply.
 
 The scales of a shard travel as words that carry the number of their call, before the first columns of the shard, which also
-travel as words (`by_words`). Every program counts itself when it has received its part of both.
+travel as words (`push_words`). Every program counts itself when it has received its part of both.
 
 Waits: receivers wait only for peers, whose programs send their words before they wait for anything. For the rest see
-`push_specialized`. No word of scales is mistaken: there are two slots, and a rank writes one again two calls later, after it has
-received the peer's words of the call in between.
+`push_specialized`.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels.all_gather_gemm.by_words import THREADS, receive_words, send_words
-from autotax.kernels.all_gather_gemm.push_specialized import PushSpecialized
+from autotax.kernels.all_gather_gemm.push_specialized import PushSpecialized, load_tiles, poll_tiles, send_shard
+from autotax.kernels.all_gather_gemm.push_words import GROUP_M, THREADS, PushWords, load_a, load_b, receive_words, send_words
 from autotax.kernels.all_gather_gemm.roles import X_ROWS, allocate, store_part, tile_at
-from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
-from autotax.kernels.all_gather_gemm.warp_gemm import load_tiles, poll_tiles, send_shard
+from autotax.kernels.all_gather_gemm.scaled_shards import Quantiser
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, LIMIT, leave, note_missing
@@ -38,8 +36,8 @@ from autotax.operators.scaled import as_words
 def exchange_scales(scales, bases, control, rank, epoch, WORLD: gl.constexpr, SCALES: gl.constexpr, TARGET: gl.constexpr):
     """Sends a program's part of this rank's scales to every peer, then receives its part of theirs. A tensor's scale stays here.
 
-    `scales` are (own, dense, words, size, room): `size` scales of this rank's shard, the place [WORLD, room] of all ranks' scales,
-    and the inbox [2, WORLD, room]. Called by four warps.
+    `scales` are (own, dense, words, size, room): `size` scales of this rank's shard, the place [WORLD, room] of all ranks'
+    scales, and the inbox [2, WORLD, room]. Called by four warps.
     """
     own, dense, words, size, room = scales
     size = 0 if SCALES == "tensor" else size
@@ -92,8 +90,8 @@ def multiply_scaled(
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr, SCALES: gl.constexpr, X_IS_B: gl.constexpr,
     GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """`roles.multiply_tiles` for codes. `of_all` are the scales of A as `exchange_scales` has them, this rank, the rows of a shard and
-    how many of these exist, and the scales of B.
+    """`roles.multiply_tiles` for codes. `of_all` are the scales of A as `exchange_scales` has them, this rank, the rows of a
+    shard and how many of these exist, and the scales of B.
     """
     scales, rank, shard_rows, shard, scales_b = of_all
     own, dense, _, _, room = scales
@@ -143,7 +141,7 @@ def scaled_specialized_kernel(
     GROUP_M: gl.constexpr, ACROSS: gl.constexpr, SCALES: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr,
     Y3: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """See `warp_gemm.gather_tiles`. Matrices are words of two codes, and `cols` their number a row."""
+    """See `push_specialized.gather_tiles`. Matrices are words of two codes, and `cols` their number a row."""
     gl.static_assert(not X_IS_B)
     await_launch()
     epoch = gl.load(control + EPOCH)
@@ -248,8 +246,7 @@ class ScaledSpecialized(Codes, PushSpecialized):
         """See Codes.run."""
         problem, context = self.problem, self.context
         context.launch(
-            scaled_specialized_kernel,
-            (context.processors,),
+            scaled_specialized_kernel, (context.processors,),
             self.views.of_a(a), self.landed, *self.views.of_b(b),
             *self.views.of_out(out.view(problem.world_size, problem.shard_rows, problem.n)),
             self.views.of(a, self.box_sent), *self.peers,
@@ -257,5 +254,82 @@ class ScaledSpecialized(Codes, PushSpecialized):
             *self.places_of(scales, len(a)), scales_b,
             self.counts, context.heap.bases, self.flags, self.control, context.rank, self.rows, problem.k // 2,
             problem.n, self.chunks,
+            **self.constants,
+        )  # fmt: skip
+
+
+@gluon.jit
+def exchange(
+    words, scales, bases, control, rank, epoch, rows,
+    WORLD: gl.constexpr, COLS: gl.constexpr, K_GROUPS: gl.constexpr, SCALES: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """Exchanges words and scales. Programs count received words when they have both."""
+    send_words(words, rank, epoch, rows, COLS, WORLD, COLS, K_GROUPS, True)
+    exchange_scales(scales, bases, control, rank, epoch, WORLD, SCALES, TARGET)
+    receive_words(words, rank, epoch, rows, COLS, WORLD, COLS, K_GROUPS, TARGET)
+
+
+@gluon.jit(do_not_specialize=["rank", "shard"])
+def scaled_push_words_kernel(
+    landed, b1, b2, b3, out1, out2, out3, a, stride, shard, landing, words, landings, room, own_scales, dense, scale_words, size, scale_room,
+    scales_b, counts, bases, control, rank, rows, n,
+    WORLD: gl.constexpr, COLS: gl.constexpr, K_GROUPS: gl.constexpr, SCALES: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr,
+    Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """See `push_words_kernel`. Matrices are words of two codes, and COLS their number a row."""
+    await_launch()
+    epoch = gl.load(control + EPOCH)
+    BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
+    BLOCK_N: gl.constexpr = GROUPS * X_ROWS if X_IS_B else Y1 + Y2 + Y3
+    b = (b1, b2, b3)
+    out = (out1, out2, out3)
+    n_tiles = gl.cdiv(n, BLOCK_N)
+    buffers, stagings = allocate(landed, out1, 2, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH)
+    fence_async_shared()
+    exchanged = (a, stride, shard, landing, words, landings, room, counts, control)
+    scales = (own_scales, dense, scale_words, size, scale_room)
+    of_all = (scales, rank, rows, shard, scales_b)
+    # The gathered A is treated as one shard, because all its rows lie in one place.
+    share = (gl.cdiv(WORLD * rows, BLOCK_M) * n_tiles, 0, WORLD * rows, COLS, n_tiles)
+    goal = epoch * gl.num_programs(0)
+    # Written out, because the list of functions must be a literal in the call. The last numbers are registers per thread.
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (exchange, (exchanged, scales, bases, control, rank, epoch, rows, WORLD, COLS, K_GROUPS, SCALES, TARGET)),
+                (multiply_scaled, (0, of_all, n, out, stagings, buffers, share, 1, False, GROUP_M, True, SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, TARGET)),
+                (load_b, (b, buffers, share, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH)),
+                (load_a, (landed, counts, goal, control, rank, buffers, share, K_GROUPS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, TARGET)),
+            ],
+            [4, 1, 1],
+            [168, 96, 96],
+        )  # fmt: skip
+    else:
+        gl.static_assert(GROUPS == 2)
+        gl.warp_specialize(
+            [
+                (exchange, (exchanged, scales, bases, control, rank, epoch, rows, WORLD, COLS, K_GROUPS, SCALES, TARGET)),
+                (multiply_scaled, (0, of_all, n, out, stagings, buffers, share, 1, False, GROUP_M, True, SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, TARGET)),
+                (multiply_scaled, (1, of_all, n, out, stagings, buffers, share, 1, False, GROUP_M, True, SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, TARGET)),
+                (load_b, (b, buffers, share, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH)),
+                (load_a, (landed, counts, goal, control, rank, buffers, share, K_GROUPS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, TARGET)),
+            ],
+            [4, 4, 1, 1],
+            [160, 160, 64, 64],
+        )  # fmt: skip
+    leave(control, epoch, gl.num_programs(0), TARGET)
+
+
+class ScaledPushWords(Codes, PushWords):  # type: ignore[misc]
+    """The shards of PushWords are words of two codes."""
+
+    def run(self, a: Tensor, scales: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
+        """See Codes.run."""
+        context = self.context
+        context.launch(
+            scaled_push_words_kernel, (context.processors,),
+            self.view_of_a, *self.views.of_b(b), *self.views.of_out(out[None]),
+            a, a.stride(0), len(a), self.landing, self.words, self.landings, self.room,
+            *self.places_of(scales, len(a)), scales_b, self.counts, context.heap.bases, self.control, context.rank, self.rows, self.problem.n,
             **self.constants,
         )  # fmt: skip

@@ -1,5 +1,5 @@
 """The common end of all variants: it computes the new residual, norm and quantisation from the sum of a row. Also the arguments
-of a call.
+of a call, and the baseline `bsp`.
 
 The norm is computed from the new residual, which is the sum rounded to the dtype. vLLM's fused_add_rms_norm and FlashInfer's
 all-reduce fusion do the same. So ranks that exchange sums exchange only the new residual. The norm is multiplied by the weight in
@@ -8,6 +8,7 @@ float32 and rounded once. An 8-bit output is quantised from that rounded y, so i
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from autotax.core.config import Config
-from autotax.core.problem import power_of_two
+from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.context import Context
+from autotax.kernels.gemm_reduce_scatter.bsp import all_reduce
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.quantise import GROUP, LARGEST, LEAST_BLOCK, LEAST_ROW_SCALE, e4m3
@@ -162,12 +164,9 @@ class NormKernel(Kernel[AllReduceNorm]):
         super().__init__(problem, config, context)
         columns = power_of_two(problem.hidden)
         self.constants: dict[str, Any] = {
-            "COLS": columns,
-            "OFFSET": problem.offset,
-            "QUANT": problem.quant,
-            "ADDED": problem.residual == "added",
+            "COLS": columns, "OFFSET": problem.offset, "QUANT": problem.quant, "ADDED": problem.residual == "added",
             "num_warps": config.values.get("num_warps", 8),
-        }
+        }  # fmt: skip
         if problem.k:
             self.products = self.unnormed(problem)
 
@@ -195,3 +194,68 @@ class NormKernel(Kernel[AllReduceNorm]):
     ) -> None:
         """Enqueues the call. Any other tensor replaces a missing residual or missing scales; kernels do not read it."""
         raise NotImplementedError
+
+
+@triton.jit(do_not_specialize=["m", "eps"])
+def norm_kernel(
+    x, residual, weight, new_residual, y, scales, m, eps,
+    HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, TARGET: tl.constexpr, KEPT: tl.constexpr = True,
+):  # fmt: skip
+    """Each program handles ROWS rows of x, the sum over the ranks."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, COLS)
+    inside = (row < m)[:, None] & (cols < HIDDEN)[None, :]
+    at = row.to(tl.int64)[:, None] * HIDDEN + cols[None, :]
+    total = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    if ADDED:
+        total += tl.load(residual + at, mask=inside, other=0).to(tl.float32)
+    scale = tl.load(weight + cols, mask=cols < HIDDEN, other=0).to(tl.float32)
+    finish(total, given_factor(scales, QUANT), scale, row, HIDDEN, m, eps, y, new_residual, scales, OFFSET, QUANT, TARGET, KEPT)
+
+
+class AfterSum(NormKernel):
+    """A variant that runs the norm kernel after something else has computed the sum over the ranks."""
+
+    def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.rows = int(config.values.get("rows", 1))
+        self.constants |= {"ROWS": self.rows, "HIDDEN": problem.hidden}
+        self.sums = self.room(problem)
+
+    def room(self, problem: AllReduceNorm) -> Tensor:
+        """The memory of the sum, [m, hidden]. A product is stored there at once."""
+        return self.products if problem.k else self.unnormed(problem)
+
+    @abstractmethod
+    def compute_sums(self, x: Tensor) -> None:
+        """Enqueues the sum over the ranks of x, or of the product that is stored already, into `sums`."""
+
+    def run(
+        self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
+    ) -> None:
+        self.compute_sums(x)
+        m, tensors = self.problem.m, (self.sums, residual, weight, new_residual, y, scales)
+        self.context.launch(norm_kernel, (ceil_div(m, self.rows),), *tensors, m, eps, **self.constants)
+
+    def alone(self, total: Tensor, weight: Tensor, *rest: Tensor, eps: float) -> None:
+        """Norms rows that are sums already; `rest`: the scales if there are any, y."""
+        *scales, y = rest
+        y = y if self.problem.quant == "none" else y.view(torch.uint8)
+        last = scales[0] if scales else y
+        arguments = total, total, weight, total, y, last, len(total), eps
+        constants = self.constants | {"ADDED": False, "KEPT": False}
+        self.context.launch(norm_kernel, (ceil_div(len(total), self.rows),), *arguments, **constants)
+
+    def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any] | None:
+        """Any number of rows: the sum is computed with the sizes of the call."""
+        return {"sums": self.sums[: smaller.m]}
+
+
+class Bsp(AfterSum):
+    """The bulk-synchronous baseline: the collective library's all-reduce, then the norm kernel."""
+
+    def compute_sums(self, x: Tensor) -> None:
+        if not self.problem.k:
+            self.context.copy(self.sums, x)
+        all_reduce(self.context, self.sums)

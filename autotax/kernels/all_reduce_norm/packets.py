@@ -91,9 +91,7 @@ def look(
     own, there, stride, inside, safe, epoch, rank,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Adds up this rank's numbers and those of its peers, `stride` words apart, in rank order. Returns a mask of missing words,
-    and the sums.
-    """
+    """Adds up this rank's numbers and the peers', `stride` words apart, in rank order. Returns where words miss, and sums."""
     missing = tl.zeros(there.shape, tl.int32)
     total = tl.zeros(own.shape, tl.float32)
     for source in tl.static_range(WORLD):
@@ -112,9 +110,7 @@ def await_sum(
     own, there, stride, inside, safe, epoch, rank, control, limit,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Repeats `look` until all words have arrived and returns the sums. After `limit` attempts it leaves a note of the first late
-    peer.
-    """
+    """Repeats `look` until all words have arrived, `limit` times at most, and returns the sums. Leaves notes of late peers."""
     missing, total = look(own, there, stride, inside, safe, epoch, rank, WORLD, WIDE, TYPE, TARGET)
     late = anywhere(missing, TARGET)
     looks = 0
@@ -137,9 +133,7 @@ def await_sum(
 
 
 @triton.jit
-def await_row(
-    there, inside, safe, epoch, control, limit, OWN: tl.constexpr, WIDE: tl.constexpr, TARGET: tl.constexpr
-):  # fmt: skip
+def await_row(there, inside, safe, epoch, control, limit, OWN: tl.constexpr, WIDE: tl.constexpr, TARGET: tl.constexpr):
     """Returns the words of a row when all have arrived, or after `limit` attempts. Each rank sends OWN of them, in rank order."""
     words = load_whole(there, inside, safe, 0, TARGET)
     missing = tl.where(inside, absent(words, epoch, WIDE), 0)

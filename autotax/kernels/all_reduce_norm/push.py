@@ -8,13 +8,9 @@ In turn j a program sends its block j, adds up its block j - AHEAD, and normalis
 that up. So links and memory are busy at the same time. A flag is set when its data are stored, or with LATE at the end of the
 turn. By then most stores have arrived at the peer, so the release waits only for a short time.
 
-Why every wait ends: in turn j a program waits for work that peers do in turns before j, or in turn j before they wait (never with
-LATE). All programs are resident at the same time, because the launch is cooperative. So the waits end turn by turn.
-
-A flag of a block and a source holds the number of the last call that filled the block. The parity of the call selects one of two
-slots. A rank overwrites a slot two calls later. By then it has received blocks of the previous call from all peers, or sums from
-ranks that had received those blocks. Each peer sent its blocks after the call before that one had ended, with its reads of the
-slot.
+In turn j a program waits for work that peers do in turns before j, or in turn j before they wait (never with LATE). All programs
+are resident at the same time, because the launch is cooperative. A flag of a block and a source holds the number of the last call
+that filled the block. The parity of the call selects one of two slots; see `docs/memory-model.md`.
 """
 
 from __future__ import annotations
@@ -48,9 +44,7 @@ def announce(flag, epoch, TARGET: tl.constexpr):
 
 
 @triton.jit
-def sum_of_row(
-    x, residual, box, row, place, size, cols, rank, WORLD: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr
-):  # fmt: skip
+def sum_of_row(x, residual, box, row, place, size, cols, rank, WORLD: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr):
     """Adds up a row of all ranks, in rank order, and the residual in float32. `box` holds [source, size] elements; the source at
     hop h has index h - 1. The row has number `place` in it.
     """
@@ -183,22 +177,15 @@ class Push(NormKernel):
         self.programs = 1 if context.interpreted else min(config["per_processor"] * context.processors, self.blocks)
         self.state = context.empty((self.programs,), torch.int32).fill_(1)
         self.constants |= {
-            "WORLD": world,
-            "TWO": two,
-            "LATE": config["signals"] == "late",
-            "HIDDEN": problem.hidden,
-            "ROWS": rows,
-            "AHEAD": config["ahead"],
-            "BLOCK": MOST_COPIED,
+            "WORLD": world, "TWO": two, "LATE": config["signals"] == "late", "HIDDEN": problem.hidden, "ROWS": rows,
+            "AHEAD": config["ahead"], "BLOCK": MOST_COPIED,
             "ALIGNED": 16 // problem.item_size if problem.hidden * problem.item_size % 16 == 0 else 1,
-            "EARLY": context.hardware.launches_overlap,
-            **together(context, config),
-        }
+            "EARLY": context.hardware.launches_overlap, **together(context, config),
+        }  # fmt: skip
 
     def run(
         self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
     ) -> None:
-        """See NormKernel.run."""
         context = self.context
         context.launch(
             push_kernel, (self.programs,),

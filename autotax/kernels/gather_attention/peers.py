@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.kernels.context import Context
-from autotax.kernels.gather_attention.bsp import Bsp
+from autotax.kernels.gather_attention.vendor import Bsp
 from autotax.kernels.kernel import Kernel
 from autotax.operators.gather_attention import GatherAttention
 

@@ -7,9 +7,8 @@ Programs that have sent join the others.
 Waits: a block waits for the groups of tokens that it sees. Programs that send never wait before their last store, and all
 programs are resident, so every wait ends. The interpreter runs programs one after another; there a sender does not join.
 
-The inbox has two slots, chosen by the parity of the epoch. A rank writes a slot again two calls later. In the call in between, the
-first program has waited until every peer has begun that call, hence finished the one before. A rank gets only the keys that its
-queries see, so this wait cannot be left to the flags of groups.
+The inbox has two slots, chosen by the parity of the epoch. A rank gets only the keys that its queries see, so flags of groups do
+not free a slot. Instead the first program waits until every peer has begun the call.
 """
 
 from __future__ import annotations
@@ -25,15 +24,100 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels.all_gather_gemm.gemm import next_item
-from autotax.kernels.all_gather_gemm.products import load_tile
+from autotax.kernels import tiling
+from autotax.kernels.all_gather_gemm.gemm import load_tile, next_item
 from autotax.kernels.context import Context
-from autotax.kernels.gather_attention.core import ALIGNED, attend_blocks, attend_span, block_of, tokens_sent
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.kernel import Kernel
-from autotax.kernels.primitives import EPOCH, copy, flag_address, leave, signal, signal_all, translate, wait
+from autotax.kernels.primitives import EPOCH, arithmetic, copy, dot, flag_address, leave, signal, signal_all, translate, wait
 from autotax.kernels.residency import all_resident, gdc_wait
 from autotax.operators.gather_attention import GatherAttention
+
+chiplet = arithmetic(tiling.chiplet)
+
+ALIGNED = tl.constexpr(8)
+"""Heads have multiples of this many elements."""
+
+
+@triton.jit
+def block_of(item, heads, blocks, BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr):
+    """The head and the block of queries of an item: all blocks of a head, then the next head; or with BLOCK_FIRST one block of
+    every head, then the next block. The last block of a head comes first.
+
+    The hardware deals programs to dies in turn. The order gives each die neighbouring blocks, or with BLOCK_FIRST neighbouring
+    heads.
+    """
+    if BLOCK_FIRST:
+        head = chiplet(item % heads, heads, DIES)
+        place = item // heads
+    else:
+        at = chiplet(item, heads * blocks, DIES)
+        head = at // blocks
+        place = at % blocks
+    return head, blocks - 1 - place
+
+
+@triton.jit
+def tokens_sent(source, reader, tokens, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr):
+    """How many of its `tokens` tokens of a sequence a rank sends to a reader, the first ones: see `GatherAttention.parts`."""
+    of_higher = tokens if CHUNKS == 2 else 0
+    return tl.where(source < reader, tokens // CHUNKS, of_higher) if CAUSAL else tokens
+
+
+@triton.jit
+def attend_blocks(
+    state, q, k, v, row_k, row_v, rows, col, width, first, end, seen, tokens, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys first ... end - 1 of a span, tokens of one KV head, to the state of a block of queries, by an online softmax.
+
+    K and V are row-major [tokens, kv_heads * head_dim], with `rows` rows and `width` columns. Token t of the span is row `row_k`
+    + t of K, `row_v` + t of V. The state is (acc, top, total): the sum of exp2(score - top) * V [BLOCK_M, HEAD_DIM], the greatest
+    score and the sum of exp2(score - top) [BLOCK_M], all float32. Scores are in units of log2(e), so that exp2 serves.
+
+    MASKED: row i sees the tokens up to seen[i], and tokens from `tokens` on do not exist: their V may hold anything. Else every
+    row sees all keys, which are whole blocks.
+    """
+    acc, top, total = state
+    for at in tl.range(first, end, BLOCK_N):
+        keys = load_tile(k, row_k + at, col, rows, width, width, BLOCK_N, HEAD_DIM, TMA, ALIGNED)
+        scores = dot(q, tl.trans(keys), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TARGET)
+        if MASKED:
+            token = at + tl.arange(0, BLOCK_N)
+            scores = tl.where(token[None, :] <= seen[:, None], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1) * scale)
+        shares = tl.exp2(scores * scale - higher[:, None])
+        fading = tl.exp2(top - higher)
+        total = total * fading + tl.sum(shares, 1)
+        values = load_tile(v, row_v + at, col, rows, width, width, BLOCK_N, HEAD_DIM, TMA, ALIGNED)
+        if MASKED:
+            values = tl.where((at + tl.arange(0, BLOCK_N) < tokens)[:, None], values, 0.0)
+        acc = dot(shares, values, acc * fading[:, None], TARGET)
+        top = higher
+    return acc, top, total
+
+
+@triton.jit
+def attend_span(
+    state, q, k, v, row_k, row_v, rows, col, width, first, end, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys first ... end - 1, which every row sees. EVEN: both bounds are multiples of BLOCK_N; else `first` is."""
+    whole = end // BLOCK_N * BLOCK_N
+    state = attend_blocks(
+        state, q, k, v, row_k, row_v, rows, col, width, first, whole, first, end, scale,
+        HEAD_DIM, BLOCK_M, BLOCK_N, False, TMA, TARGET,
+    )  # fmt: skip
+    if not EVEN:
+        seen = tl.full([BLOCK_M], end - 1, tl.int32)
+        state = attend_blocks(
+            state, q, k, v, row_k, row_v, rows, col, width, whole, end, seen, end, scale,
+            HEAD_DIM, BLOCK_M, BLOCK_N, True, TMA, TARGET,
+        )  # fmt: skip
+    return state
+
 
 COPY_ELEMENTS = tl.constexpr(8192)
 """Elements that one program moves at a time: 16 KiB."""
@@ -173,9 +257,28 @@ def push_attention_kernel(
     leave(control, epoch, tl.num_programs(0), TARGET)
 
 
-class Push(Kernel[GatherAttention]):
+class AttentionKernel(Kernel[GatherAttention]):
+    """The base of kernels that attend by themselves: what their launches have in common, and their log-sum-exps."""
+
     KEEPS_LSE: ClassVar[bool] = True
 
+    def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.lse = context.empty((problem.batch, problem.q_heads, problem.shard_len), torch.float32)
+        self.scale = math.log2(math.e) / math.sqrt(problem.head_dim)
+        self.constants: dict[str, Any] = {
+            "WORLD": problem.world_size, "CAUSAL": problem.mask == "causal", "CHUNKS": problem.chunks,
+            "BLOCK_FIRST": config["order"] == "block_first", "BLOCK_N": int(config["block_n"]),
+            "HEAD_DIM": problem.head_dim,
+        }  # fmt: skip
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The arguments `tokens`, `batch`, `q_heads` and `kv_heads` of a kernel."""
+        return self.problem.shard_len, self.problem.batch, self.problem.q_heads, self.problem.kv_heads
+
+
+class Push(AttentionKernel):
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world, tokens = problem.world_size, problem.shard_len
@@ -183,27 +286,13 @@ class Push(Kernel[GatherAttention]):
         self.inbox = context.heap.alloc(shape, context.dtype(problem))
         self.flags = context.flags(world * problem.batch * ceil_div(tokens, config["group"]))
         self.begun = context.flags(world)
-        self.lse = context.empty((problem.batch, problem.q_heads, tokens), torch.float32)
         self.tma = config["loads"] == "tma"
-        block_m, block_n = int(config["block_m"]), int(config["block_n"])
-        self.constants: dict[str, Any] = {
-            "WORLD": world,
-            "CAUSAL": problem.mask == "causal",
-            "CHUNKS": problem.chunks,
-            "COMM": config["comm"],
-            "GROUP": config["group"],
-            "PIECE": config["piece"],
-            "BLOCK_FIRST": config["order"] == "block_first",
-            "DIES": config["dies"],
-            "HEAD_DIM": problem.head_dim,
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "EVEN": problem.chunk_len % block_n == 0,
-            "TMA": self.tma,
-            "EARLY": context.hardware.launches_overlap,
-            "num_warps": config["num_warps"],
+        self.constants |= {
+            "COMM": config["comm"], "GROUP": config["group"], "PIECE": config["piece"], "DIES": config["dies"],
+            "BLOCK_M": int(config["block_m"]), "EVEN": problem.chunk_len % int(config["block_n"]) == 0,
+            "TMA": self.tma, "EARLY": context.hardware.launches_overlap, "num_warps": config["num_warps"],
             "num_stages": config["num_stages"],
-        }
+        }  # fmt: skip
 
     def view(self, tensor: Tensor, rows: int) -> Any:
         """The argument of `load_tile` for blocks of `rows` tokens of a head."""
@@ -211,14 +300,12 @@ class Push(Kernel[GatherAttention]):
         return TensorDescriptor.from_tensor(matrix, [rows, self.problem.head_dim]) if self.tma else matrix
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        problem, context, constants = self.problem, self.context, self.constants
-        of_keys = constants["BLOCK_N"]
+        context, constants, block_n = self.context, self.constants, self.constants["BLOCK_N"]
         # The interpreter needs one program that attends.
         programs = constants["COMM"] + 1 if context.interpreted else context.processors
         context.launch(
             push_attention_kernel, (programs,),
-            self.view(q, constants["BLOCK_M"]), self.view(k, of_keys), self.view(v, of_keys), self.view(self.inbox, of_keys),
+            self.view(q, constants["BLOCK_M"]), self.view(k, block_n), self.view(v, block_n), self.view(self.inbox, block_n),
             k, v, self.inbox, out, self.lse, self.flags, self.begun, context.heap.bases, self.control, context.rank,
-            problem.shard_len, problem.batch, problem.q_heads, problem.kv_heads, math.log2(math.e) / math.sqrt(problem.head_dim),
-            **constants, **all_resident(context),
+            *self.sizes, self.scale, **constants, **all_resident(context),
         )  # fmt: skip

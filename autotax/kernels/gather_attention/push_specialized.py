@@ -1,32 +1,345 @@
-"""push_specialized: one kernel on two ranks. In every program one warp sends, one loads, eight attend (see `warp_attention`).
+"""Attention with roles for warps, and its variants `copy_engine` and `push_specialized`. For Hopper, in Gluon.
 
-Waits: the loading warp waits for the flags of the keys and of the values of each chunk of tokens that its queries see, hence for
-the sending warps of all programs of the peer. Sending warps never wait for a peer, and all programs are resident.
-
-Each rank sends all its tokens, in boxes of 64 x 64. The inboxes have two slots, chosen by the parity of the epoch. A rank writes a
-slot again two calls later. In the call in between it has taken keys of the peer, which were sent after the peer had finished the
-call before. So every rank must see keys of the other: this excludes a causal mask over contiguous shards.
+One warp of a program loads, two groups of four warps attend to 64 queries each, one warp may send. Blocks of K and V pass through
+STAGES buffers each, with two barriers a buffer. A TMA load completes the barrier `full`; both groups arrive at `empty`. A group
+multiplies the next block of keys before the values of this one, so that its softmax runs beside a product. The block with the
+causal border comes first, then this rank's other blocks, then those of the other ranks.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from autotax.core.config import Config
-from autotax.kernels.all_gather_gemm.views import layout_of
+from autotax.kernels.all_gather_gemm.push_specialized import send_shard
+from autotax.kernels.all_gather_gemm.roles import layout_of, load_block, wait_first
 from autotax.kernels.context import Context
-from autotax.kernels.gather_attention.copy_engine import BOX, REGISTERS, TILE
-from autotax.kernels.gather_attention.warp_attention import attend_by_roles
-from autotax.kernels.kernel import Kernel
+from autotax.kernels.gather_attention.push import AttentionKernel, block_of, tokens_sent
+from autotax.kernels.gather_attention.vendor import CopiedKeys
 from autotax.kernels.primitives import EPOCH, leave
 from autotax.operators.gather_attention import GatherAttention
+
+ROWS = gl.constexpr(64)
+"""Queries of a group: the rows that one Hopper instruction multiplies."""
+GROUPS = gl.constexpr(2)
+
+
+@gluon.jit
+def tile_at(
+    item, rank, tokens, batch, q_heads,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """The item-th tile: (sequence, query head), its first query, and the blocks of this rank's keys and of all keys that it sees.
+
+    The last tiles of a head see most keys and come first.
+    """
+    of_head, place = block_of(item, batch * q_heads, tokens // (GROUPS * ROWS), BLOCK_FIRST, 1)
+    first = place * (GROUPS * ROWS)
+    own = (first + GROUPS * ROWS) // BLOCK_N if CAUSAL else tokens // BLOCK_N
+    every = own
+    for hop in gl.static_range(1, WORLD):
+        every += tokens_seen((rank + WORLD - hop) % WORLD, rank, first, tokens, CAUSAL, CHUNKS) // BLOCK_N
+    return of_head, first, own, every
+
+
+@gluon.jit
+def tokens_seen(source, rank, first, tokens, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr):
+    """How many of another rank's tokens the queries from `first` on see: all that were sent, or none."""
+    sent = tokens_sent(source, rank, tokens, CAUSAL, CHUNKS)
+    if CAUSAL:
+        sent = gl.where((source > rank) & (first < tokens // CHUNKS), 0, sent)
+    return sent
+
+
+@gluon.jit
+def load_turn(k, v, row_k, row_v, col, buffers, turn, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Loads a block of keys and one of values, as soon as their buffers are empty."""
+    _queries, keys, values, _q_full, _q_empty, k_full, k_empty, v_full, v_empty = buffers
+    stage = turn % STAGES
+    phase = (turn // STAGES & 1) ^ 1
+    mbarrier.wait(k_empty.index(stage), phase)
+    mbarrier.expect(k_full.index(stage), BLOCK_N * HEAD_DIM * 2)
+    load_block(k, [row_k, col], k_full.index(stage), keys.index(stage))
+    mbarrier.wait(v_empty.index(stage), phase)
+    mbarrier.expect(v_full.index(stage), BLOCK_N * HEAD_DIM * 2)
+    load_block(v, [row_v, col], v_full.index(stage), values.index(stage))
+
+
+@gluon.jit
+def load_tiles(
+    q, k, v, inbox_k, inbox_v, buffers, flags, control, epoch, slot, share, chunks,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr, CHUNK: gl.constexpr, SENDS: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """The loader: the queries of each tile, then its blocks of keys and values. It waits once for each part of another rank's keys.
+
+    A part is CHUNK rows; each rank has `chunks` of them. With SENDS the values have flags of their own, after those of the keys,
+    and an inbox of their own. Else a source's values lie behind its keys.
+    """
+    queries, q_full, q_empty = buffers[0], buffers[3], buffers[4]
+    items, rank, tokens, batch, q_heads, kv_heads = share
+    turn = 0
+    tile = 0
+    complete = 0  # bits of the ranks of which all parts that this rank sees have arrived
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        of_head, first, own, _every = tile_at(item, rank, tokens, batch, q_heads, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, BLOCK_N)
+        sequence = of_head // q_heads
+        head = of_head % q_heads
+        base = sequence * tokens
+        col = head // (q_heads // kv_heads) * HEAD_DIM
+        mbarrier.wait(q_empty, (tile & 1) ^ 1)
+        mbarrier.expect(q_full, GROUPS * ROWS * HEAD_DIM * 2)
+        for group in gl.static_range(GROUPS):
+            load_block(q, [base + first + group * ROWS, head * HEAD_DIM], q_full, queries.index(group))
+        for block in range(own):
+            row = base + (own - 1 - block) * BLOCK_N
+            load_turn(k, v, row, row, col, buffers, turn, STAGES, BLOCK_N, HEAD_DIM)
+            turn += 1
+        for hop in range(1, WORLD):
+            source = (rank + WORLD - hop) % WORLD
+            blocks = tokens_seen(source, rank, first, tokens, CAUSAL, CHUNKS) // BLOCK_N
+            waits = complete >> source & 1 == 0
+            landed = (slot * WORLD + source) * batch * tokens
+            for block in range(blocks):
+                row = base + block * BLOCK_N
+                if waits & (block * BLOCK_N % CHUNK == 0):
+                    wait_first(flags, source * chunks + row // CHUNK, 1, source, epoch, control, 1, TARGET)
+                    if SENDS:
+                        wait_first(flags, (WORLD + source) * chunks + row // CHUNK, 1, source, epoch, control, 1, TARGET)
+                if SENDS:
+                    load_turn(inbox_k, inbox_v, landed + row, landed + row, col, buffers, turn, STAGES, BLOCK_N, HEAD_DIM)
+                else:
+                    row += 2 * landed
+                    load_turn(inbox_k, inbox_v, row, row + batch * tokens, col, buffers, turn, STAGES, BLOCK_N, HEAD_DIM)
+                turn += 1
+            if (blocks > 0) & (batch == 1):
+                complete |= 1 << source
+        tile += 1  # noqa: SIM113
+
+
+@gluon.jit
+def send_keys(
+    sent_k, sent_v, peer_k, peer_v, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks,
+    WORLD: gl.constexpr, CHUNK: gl.constexpr, BOXES: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """The sender of two ranks: the keys, then the values, in boxes that go round over all programs (see `send_shard`)."""
+    send_shard(
+        sent_k, (peer_k,), boxes, arrived[0], counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, 0, 1, BOXES, 0, TARGET
+    )
+    send_shard(
+        sent_v, (peer_v,), boxes, arrived[1], counts + chunks, bases, flags + WORLD * chunks, rank, epoch, rows, cols, chunks,
+        WORLD, CHUNK, 0, 1, BOXES, 0, TARGET,
+    )  # fmt: skip
+
+
+@gluon.jit
+def attend_tiles(
+    GROUP: gl.constexpr, out, lse, buffers, share, scale,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: its 64 queries of each tile."""
+    queries, keys, values, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
+    items, rank, tokens, batch, q_heads, _kv_heads = share
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, of_out, 2)
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = keys.dtype
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, of_scores))
+    col = gl.arange(0, BLOCK_N, gl.SliceLayout(0, of_scores))
+    mine = queries.index(GROUP)
+    turn = 0
+    tile = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        of_head, first, _own, blocks = tile_at(item, rank, tokens, batch, q_heads, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, BLOCK_N)
+        nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, of_scores)
+        o = gl.zeros([ROWS, HEAD_DIM], gl.float32, of_out)
+        mbarrier.wait(q_full, tile & 1)
+        stage = turn % STAGES
+        mbarrier.wait(k_full.index(stage), turn // STAGES & 1)
+        scores = warpgroup_mma(mine, keys.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+        mbarrier.arrive(k_empty.index(stage))
+        if CAUSAL:
+            border = row + GROUP * ROWS + (BLOCK_N - GROUPS * ROWS)
+            scores = gl.where(col[None, :] <= border[:, None], scores, float("-inf"))
+        top = gl.max(scores, 1) * scale
+        shares = gl.exp2(scores * scale - top[:, None])
+        total = gl.sum(shares, 1)
+        for _block in range(1, blocks):
+            x = gl.convert_layout(shares.to(dtype), operand)
+            now = turn % STAGES
+            then = turn + 1
+            stage = then % STAGES
+            mbarrier.wait(k_full.index(stage), then // STAGES & 1)
+            scores = warpgroup_mma(mine, keys.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(now), turn // STAGES & 1)
+            o = warpgroup_mma(x, values.index(now), o, is_async=True)
+            scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
+            mbarrier.arrive(k_empty.index(stage))
+            higher = gl.maximum(top, gl.max(scores, 1) * scale)
+            shares = gl.exp2(scores * scale - higher[:, None])
+            fading = gl.exp2(top - higher)
+            total = total * fading + gl.sum(shares, 1)
+            top = higher
+            o, x = warpgroup_mma_wait(num_outstanding=0, deps=(o, x))
+            mbarrier.arrive(v_empty.index(now))
+            o = o * gl.convert_layout(fading, gl.SliceLayout(1, of_out))[:, None]
+            turn += 1
+        x = gl.convert_layout(shares.to(dtype), operand)
+        now = turn % STAGES
+        mbarrier.wait(v_full.index(now), turn // STAGES & 1)
+        o = warpgroup_mma(x, values.index(now), o, is_async=True)
+        o, x = warpgroup_mma_wait(num_outstanding=0, deps=(o, x))
+        mbarrier.arrive(v_empty.index(now))
+        mbarrier.arrive(q_empty)
+        turn += 1
+        sequence = of_head // q_heads
+        o = o / gl.convert_layout(total, gl.SliceLayout(1, of_out))[:, None]
+        o = gl.convert_layout(o.to(dtype), wide)
+        query = first + GROUP * ROWS
+        rows = (sequence * tokens + query + gl.arange(0, ROWS, gl.SliceLayout(1, wide))).to(gl.int64) * q_heads + of_head % q_heads
+        gl.store(out + rows[:, None] * HEAD_DIM + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, wide))[None, :], o)
+        sums = (top + gl.log2(total)) * 0.6931471805599453
+        gl.store(lse + of_head.to(gl.int64) * tokens + query + row, sums)
+        tile += 1  # noqa: SIM113
+
+
+@gluon.jit
+def attend_by_roles(
+    q, k, v, inbox_k, inbox_v, sending, out, lse, flags, control, epoch, slot, rank, tokens, batch, q_heads, kv_heads, chunks, scale,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr, CHUNK: gl.constexpr, BOXES: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """A program's tiles. `q` has boxes of 64 tokens of a head, `k`, `v` and the inboxes boxes of BLOCK_N.
+
+    BOXES > 0: one more warp sends that many boxes of 64 x 64 in a turn. `sending` are its views of K and V, the views of both
+    inboxes of the peer, counts [2, chunks] and the bases.
+    """
+    queries = gl.allocate_shared_memory(q.dtype, [GROUPS, ROWS, HEAD_DIM], q.layout)
+    keys = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, HEAD_DIM], k.layout)
+    values = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, HEAD_DIM], v.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=GROUPS)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=GROUPS)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=GROUPS)
+    buffers = (queries, keys, values, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    share = (batch * q_heads * (tokens // (GROUPS * ROWS)), rank, tokens, batch, q_heads, kv_heads)
+    if BOXES > 0:
+        sent_k, sent_v, peer_k, peer_v, counts, bases = sending
+        boxes = gl.allocate_shared_memory(k.dtype, [BOXES, ROWS, ROWS], sent_k.layout)
+        arrived_k = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
+        arrived_v = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
+        for at in gl.static_range(BOXES):
+            mbarrier.init(arrived_k.index(at), count=1)
+            mbarrier.init(arrived_v.index(at), count=1)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (attend_tiles, (0, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
+                (attend_tiles, (1, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
+                (load_tiles, (q, k, v, inbox_k, inbox_v, buffers, flags, control, epoch, slot, share, chunks, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, CHUNK, True, STAGES, BLOCK_N, HEAD_DIM, TARGET)),
+                (send_keys, (sent_k, sent_v, peer_k, peer_v, boxes, (arrived_k, arrived_v), counts, bases, flags, rank, epoch, batch * tokens, kv_heads * HEAD_DIM, chunks, WORLD, CHUNK, BOXES, TARGET)),
+            ],
+            [4, 1, 1],
+            [232, 40, 40],
+        )  # fmt: skip
+    else:
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (attend_tiles, (0, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
+                (attend_tiles, (1, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
+                (load_tiles, (q, k, v, inbox_k, inbox_v, buffers, flags, control, epoch, slot, share, chunks, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, CHUNK, False, STAGES, BLOCK_N, HEAD_DIM, TARGET)),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip
+
+
+REGISTERS = 168
+"""Registers per thread at the launch: all of a processor's, over twelve warps. The kernel then redistributes them."""
+TILE, BOX = 128, 64
+"""Queries of a tile, and of a group of warps."""
+ALL = gl.constexpr(1 << 30)
+"""Rows that share a flag: all of a source's."""
+
+
+@gluon.jit(do_not_specialize=["rank", "slot", "batch", "q_heads", "kv_heads"])
+def attend_kernel(
+    q, k, v, inbox, out, lse, flags, ticket, control, slot, rank, tokens, batch, q_heads, kv_heads, scale,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    epoch = gl.load(ticket)
+    attend_by_roles(
+        q, k, v, inbox, inbox, None, out, lse, flags, control, epoch, slot, rank, tokens, batch, q_heads, kv_heads, 1, scale,
+        WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, ALL, 0, STAGES, BLOCK_N, HEAD_DIM, TARGET,
+    )  # fmt: skip
+
+
+class RolesKernel(AttentionKernel):
+    """The base of kernels whose warps have roles."""
+
+    def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.constants |= {"STAGES": config["num_stages"], "num_warps": 4, "maxnreg": REGISTERS}
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 128 queries of one head."""
+        return self.problem.batch * self.problem.q_heads * (self.problem.shard_len // TILE)
+
+    def view(self, tensor: Tensor, tokens: int, columns: int) -> TensorDescriptor:
+        """TMA boxes of some tokens and columns of a matrix with a row for each token."""
+        box = [tokens, columns]
+        matrix = tensor.view(-1, math.prod(tensor.shape[-2:])) if tensor.dim() > 2 else tensor
+        return TensorDescriptor.from_tensor(matrix, box, layout_of(tuple(box), self.problem.dtype))
+
+
+class CopyEngine(CopiedKeys, RolesKernel):
+    """The copy engines send K and V to the other ranks; one kernel attends to keys as they arrive.
+
+    The loading warp of a program waits for the flag of each other rank whose keys its queries see (see `CopiedKeys`). No program
+    waits for another program of its kernel, so the grid may be of any size. A rank that sees no keys of another does not wait for
+    it here; `open_slot` of a later call does. For sequences whose chunks are whole blocks.
+    """
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        context, dim, block_n = self.context, self.problem.head_dim, self.constants["BLOCK_N"]
+        slot = self.send_all(k, v)
+        context.launch(
+            attend_kernel, (self.tiles if self.config["grid"] == "tiles" else min(self.tiles, context.processors),),
+            self.view(q, BOX, dim), *(self.view(keys, block_n, dim) for keys in (k, v, self.inbox)),
+            out, self.lse, self.arrived, self.ticket, self.control, slot, context.rank, *self.sizes, self.scale, **self.constants,
+        )  # fmt: skip
+        context.rejoin(self.beside)
+
+    def changes_for(self, smaller: GatherAttention) -> dict[str, Any] | None:
+        """Any number of sequences, and of tokens where chunks are whole tiles."""
+        changed = super().changes_for(smaller)
+        if changed is None or smaller.chunk_len % TILE:
+            return None
+        shape = smaller.batch, smaller.q_heads, smaller.shard_len
+        return changed | {"lse": self.lse.view(-1)[: math.prod(shape)].view(shape)}
 
 
 @gluon.jit(do_not_specialize=["rank", "batch", "q_heads", "kv_heads", "chunks"])
@@ -45,8 +358,15 @@ def push_by_roles_kernel(
     leave(control, epoch, gl.num_programs(0), TARGET)
 
 
-class PushSpecialized(Kernel[GatherAttention]):
-    KEEPS_LSE: ClassVar[bool] = True
+class PushSpecialized(RolesKernel):
+    """One kernel on two ranks: one warp of every program sends.
+
+    Waits: the loading warp waits for the flags of the keys and of the values of each chunk of tokens that its queries see, hence
+    for the sending warps of all programs of the peer. Sending warps never wait for a peer, and all programs are resident.
+
+    Each rank sends all its tokens, in boxes of 64 x 64. The inboxes have two slots, chosen by the parity of the epoch. A slot is
+    free only if every rank sees keys of the other in each call: this excludes a causal mask over contiguous shards.
+    """
 
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
@@ -56,35 +376,15 @@ class PushSpecialized(Kernel[GatherAttention]):
         self.chunks = rows // int(config["chunk"])
         self.flags = context.flags(2 * world * self.chunks)
         self.counts = context.empty((2 * self.chunks,), torch.int32).zero_()
-        self.lse = context.empty((problem.batch, problem.q_heads, problem.shard_len), torch.float32)
-        self.constants: dict[str, Any] = {
-            "WORLD": world,
-            "CAUSAL": problem.mask == "causal",
-            "CHUNKS": problem.chunks,
-            "BLOCK_FIRST": config["order"] == "block_first",
-            "CHUNK": config["chunk"],
-            "BOXES": config["boxes"],
-            "STAGES": config["num_stages"],
-            "BLOCK_N": config["block_n"],
-            "HEAD_DIM": problem.head_dim,
-            "num_warps": 4,
-            "maxnreg": REGISTERS,
-        }
-
-    def view(self, tensor: Tensor, tokens: int, columns: int) -> TensorDescriptor:
-        """TMA boxes of some tokens and columns of a matrix with a row for each token."""
-        box = [tokens, columns]
-        matrix = tensor.view(-1, math.prod(tensor.shape[2:])) if tensor.dim() > 2 else tensor
-        return TensorDescriptor.from_tensor(matrix, box, layout_of(tuple(box), self.problem.dtype))
+        self.constants |= {"CHUNK": config["chunk"], "BOXES": config["boxes"]}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        problem, context, dim, block_n = self.problem, self.context, self.problem.head_dim, int(self.config["block_n"])
-        items = problem.batch * problem.q_heads * (problem.shard_len // TILE)
+        context, dim, block_n = self.context, self.problem.head_dim, self.constants["BLOCK_N"]
+        theirs = (context.heap.peer(inbox, 1 - context.rank) for inbox in self.inboxes)
         context.launch(
-            push_by_roles_kernel, (min(items, context.processors),),
+            push_by_roles_kernel, (min(self.tiles, context.processors),),
             self.view(q, BOX, dim), *(self.view(keys, block_n, dim) for keys in (k, v, *self.inboxes)),
-            *(self.view(keys, BOX, BOX) for keys in (k, v, *(context.heap.peer(inbox, 1 - context.rank) for inbox in self.inboxes))),
+            *(self.view(keys, BOX, BOX) for keys in (k, v, *theirs)),
             out, self.lse, self.counts, self.flags, context.heap.bases, self.control, context.rank,
-            problem.shard_len, problem.batch, problem.q_heads, problem.kv_heads, self.chunks, math.log2(math.e) / math.sqrt(dim),
-            **self.constants,
+            *self.sizes, self.chunks, self.scale, **self.constants,
         )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autotax.core.config import Config
-from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
+from autotax.kernels.all_gather_gemm.scaled_shards import Quantiser
 from autotax.kernels.context import Context
 from autotax.kernels.deep_gemm import DeepGemm
 from autotax.kernels.gemm_reduce_scatter.bsp import Bsp

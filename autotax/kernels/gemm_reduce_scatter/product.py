@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from autotax.kernels import tiling
-from autotax.kernels.all_gather_gemm.products import load_tile
+from autotax.kernels.all_gather_gemm.gemm import load_tile
 from autotax.kernels.primitives import arithmetic, count, dot, flag_address, signal, translate
 
 SUM_ROWS = tl.constexpr(64)

@@ -11,10 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from autotax.core.config import Config
-from autotax.kernels.all_gather_gemm.roles import X_ROWS, allocate
-from autotax.kernels.all_gather_gemm.scaled_gather import CODES as CODE
-from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
-from autotax.kernels.all_gather_gemm.views import layout_of
+from autotax.kernels.all_gather_gemm.roles import X_ROWS, allocate, layout_of
+from autotax.kernels.all_gather_gemm.scaled_shards import CODES as CODE
+from autotax.kernels.all_gather_gemm.scaled_shards import Quantiser
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.addends import addends
 from autotax.kernels.gemm_reduce_scatter.push_specialized import PushSpecialized

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.kernels import tiling
-from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
+from autotax.kernels.all_gather_gemm.scaled_shards import Quantiser
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.addends import addends
 from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, part_of_tile

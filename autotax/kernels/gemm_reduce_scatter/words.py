@@ -40,7 +40,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels import tiling
-from autotax.kernels.all_gather_gemm.tiles import TileOptions
+from autotax.kernels.all_gather_gemm.gemm import TileOptions
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends, with_addends
 from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, multiplied, part_of_tile, rounded

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels.all_gather_gemm.tiles import TileOptions
+from autotax.kernels.all_gather_gemm.gemm import TileOptions
 from autotax.kernels.context import Context
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 

@@ -32,9 +32,8 @@ from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.offline import fix_cache_keys
 from autotax.operators import named
-from autotax.operators.calls import make_inputs, reference
 from autotax.operators.problems import GatherAttention
-from autotax.operators.verification import relative_error
+from autotax.operators.verification import make_inputs, reference, relative_error
 from autotax.runner.precompile import CompileAhead
 from autotax.runner.rank_worker import open_context
 from autotax.runner.ranks import Ranks

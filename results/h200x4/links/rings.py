@@ -4,7 +4,7 @@
 import ctypes, json, os, sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 import torch.distributed._symmetric_memory as symm
-from autotax.heap.torch_symmetric import without_multicast
+from autotax.heap.base import without_multicast
 
 
 def main(rank, world, out):

@@ -5,7 +5,7 @@ import ctypes, json, os, sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 import torch.distributed._symmetric_memory as symm
 import triton, triton.language as tl
-from autotax.heap.torch_symmetric import without_multicast
+from autotax.heap.base import without_multicast
 
 
 @triton.jit

@@ -1,41 +1,226 @@
-"""Converts between rows and records, so that no row leaves the store."""
+"""Records as rows of the database and as shared files. What is read is checked for fields, types and sizes."""
 
 from __future__ import annotations
 
+import getpass
+import json
 import math
+import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from functools import cache
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
-from sqlalchemy import Integer, Text, cast, select, type_coerce
+import sqlalchemy
+from sqlalchemy import BigInteger, String, Text, cast, select, type_coerce
 from sqlalchemy.orm import Session
 
-from autotax.core import validation
 from autotax.core.conditions import LONGEST_SKEW_US, MODES, Conditions
-from autotax.core.problem import Problem
-from autotax.core.settings import RUN_STATUSES, TRIAL_STATUSES
-from autotax.core.validation import (
+from autotax.core.errors import UsageError
+from autotax.core.files import (
     LARGEST,
     LONGEST_NAME,
+    PLAIN,
     ConfigShape,
+    Integer,
     Malformed,
     Name,
     Positive,
     Sample,
     SampleLists,
+    Small,
     converted,
     from_json,
+    read_bytes,
+    write_whole,
 )
-from autotax.db import file_format
+from autotax.core.problem import Problem
+from autotax.core.settings import RUN_STATUSES, TRIAL_STATUSES
 from autotax.db.index import IndexedWinner
-from autotax.db.records import MissRecord, Place, RunRecord, TrialRecord, WinnerRecord
-from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
-from autotax.hardware import Hardware
+from autotax.db.records import Entry, MissRecord, Place, RunRecord, TrialRecord, WinnerRecord
+from autotax.db.schema import (
+    Base,
+    Digest,
+    EnvironmentRow,
+    HardwareRow,
+    MissRow,
+    ProblemRow,
+    RunRow,
+    TrialRow,
+    WinnerRow,
+    current_digest,
+)
+from autotax.hardware import BACKENDS, Hardware
+from autotax.operators import problem_files
 from autotax.software import Environment
 
+
+def _shape(record: type[Hardware | Environment], row: type[Base], **special: Any) -> type[msgspec.Struct]:
+    """The fields of a record, each with the type and the bounds of its column."""
+
+    def kind(name: str) -> Any:
+        column = row.__table__.columns[name].type
+        if isinstance(column, String):
+            return Annotated[str, msgspec.Meta(max_length=column.length or 1000, pattern=PLAIN)]
+        return Integer if isinstance(column, BigInteger) else Small
+
+    field_types = [(field.name, special.get(field.name) or kind(field.name)) for field in fields(record)]
+    return msgspec.defstruct(record.__name__, field_types, forbid_unknown_fields=True)
+
+
+HardwareShape = _shape(Hardware, HardwareRow, backend=Literal[BACKENDS])
+EnvironmentShape = _shape(Environment, EnvironmentRow)
+YEARS = 2000, 2999
+"""The years of a winner. At both ends of the calendar no other time zone can tell the moment."""
+Moment = Annotated[datetime, msgspec.Meta(tz=True)]
+
+
+class ConditionsShape(msgspec.Struct, forbid_unknown_fields=True):
+    mode: str
+    l2: str
+    skew_us: float
+
+
+class EntryShape(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of `Entry.to_dict`."""
+
+    problem: dict[str, Any]
+    hardware: HardwareShape  # type: ignore[valid-type]
+    environment: EnvironmentShape  # type: ignore[valid-type]
+    kernel_digest: Annotated[str, msgspec.Meta(max_length=Digest.length, pattern=PLAIN)]
+    conditions: ConditionsShape
+    config: ConfigShape
+    baseline: ConfigShape
+    latency_us: Positive
+    baseline_us: Positive
+    speedup: Positive
+    interval: tuple[Positive, Positive]
+    tie: bool
+    verified: bool
+    samples: dict[Name, SampleLists] | None
+    tuned_at: Moment
+    tuned_by: Name | None
+
+
+def decoded(row: object, shape: Any) -> Any:
+    """Decodes a row, or one of its JSON columns, as a value of this type. Raises Malformed: databases get edited."""
+    return converted(row, shape, attributes=True)
+
+
+def hardware_of(values: object) -> Hardware:
+    """The hardware of a row, or of plain values. Raises Malformed."""
+    return Hardware(**msgspec.structs.asdict(decoded(values, HardwareShape)))
+
+
+def environment_of(values: object) -> Environment:
+    """The software of a row, or of plain values. Raises Malformed."""
+    return Environment(**msgspec.structs.asdict(decoded(values, EnvironmentShape)))
+
+
+def entry_from_json(text: msgspec.Raw) -> Entry:
+    """The inverse of `Entry.to_dict`, from JSON. Raises Malformed or UsageError."""
+    shape = from_json(text, EntryShape)
+    if not shape.verified:
+        raise Malformed("it is not verified")
+    if shape.interval[0] > shape.interval[1]:
+        raise Malformed("interval is not two numbers, the lower one first")
+    conditions = Conditions(**msgspec.structs.asdict(shape.conditions))
+    if conditions.skew_us != shape.conditions.skew_us:
+        raise Malformed("conditions.skew_us has more digits than are kept")
+    if not YEARS[0] <= shape.tuned_at.year <= YEARS[1]:
+        raise Malformed(f"tuned_at is {shape.tuned_at.isoformat()}; it must be in the years {YEARS[0]} to {YEARS[1]}")
+    winner = WinnerRecord(
+        problem=problem_files.problem_of(shape.problem),
+        hardware=hardware_of(shape.hardware),
+        environment=environment_of(shape.environment),
+        conditions=conditions,
+        trial_id=0,
+        config=shape.config.config,
+        kernel_digest=current_digest(shape.kernel_digest),
+        baseline=shape.baseline.config,
+        latency_us=shape.latency_us,
+        baseline_us=shape.baseline_us,
+        speedup=shape.speedup,
+        interval_low=shape.interval[0],
+        interval_high=shape.interval[1],
+        tie=shape.tie,
+        verified=True,
+        samples=shape.samples,
+        created_at=shape.tuned_at,
+    )
+    return Entry(winner, shape.tuned_by)
+
+
+# Shared files of winners. A file is one JSON document with each winner's author, time, hardware, software and samples.
+
+FORMAT, VERSION = "autotax winners", 2
+
+
+def me() -> str:
+    """user@host"""
+    try:
+        return f"{getpass.getuser()}@{platform.node()}"
+    except (KeyError, OSError):  # a user without a name, as in many containers
+        return f"unknown@{platform.node()}"
+
+
+def write(path: Path, entries: Iterable[Entry], *, anonymous: bool = False) -> None:
+    """Writes entries to a file, whole or not at all. Entries without an author get this user as their author."""
+    by = None if anonymous else me()
+    signed = [replace(entry, by=None if anonymous else entry.by or by) for entry in entries]
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "exported_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "exported_by": by,
+        "winners": [entry.to_dict() for entry in signed],
+    }
+    write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def read(path: Path) -> list[Entry]:
+    """The entries of a file, perhaps compressed by gzip or xz. Raises UsageError, of one line, if any part is invalid."""
+    try:
+        document = from_json(read_bytes(path), dict[str, msgspec.Raw])
+    except OSError as error:
+        _refuse(path, f"cannot be read ({error.strerror})")
+    except Malformed as error:
+        _refuse(path, f"is no export of autotax ({error})")
+    if _field(document, "format") != FORMAT:
+        _refuse(path, "is not an export of autotax")
+    if (version := _field(document, "version")) != VERSION or type(version) is not int:
+        complaint = f"is of version {str(version)[:20]!r}, this autotax reads version {VERSION}"
+        _refuse(path, complaint, "export with the autotax that knows both, or ")
+    try:
+        winners = from_json(document.get("winners", b"null"), list[msgspec.Raw])
+    except Malformed:
+        _refuse(path, "has no list of winners")
+    return [_entry(path, number, text) for number, text in enumerate(winners, 1)]
+
+
+def _field(document: dict[str, msgspec.Raw], name: str) -> Any:
+    try:
+        return from_json(document.get(name, b"null"), str | int | None)  # type: ignore[arg-type]
+    except Malformed:
+        return None
+
+
+def _entry(path: Path, number: int, text: msgspec.Raw) -> Entry:
+    try:
+        return entry_from_json(text)
+    except (Malformed, UsageError) as error:
+        _refuse(path, f"is malformed at winner {number}: {error}")
+
+
+def _refuse(path: Path, what: str, remedy: str = "") -> NoReturn:
+    raise UsageError(f"file {path} {' '.join(what.split())}; nothing was taken from it: {remedy}give a file of `autotax export`")
+
+
+# Rows of the database and records, so that no row leaves the store.
 
 def problem_row(problem: Problem) -> ProblemRow:
     return ProblemRow(key=problem.key, op=problem.op, fields=problem.to_dict())
@@ -52,22 +237,16 @@ def environment_row(environment: Environment) -> EnvironmentRow:
 def trial_row(run_id: int, trial: TrialRecord, kernel_digest: str) -> TrialRow:
     # An output that was never written has an error of NaN. SQLite would store NaN as NULL, which means "not compared".
     unreadable = trial.relative_error is not None and math.isnan(trial.relative_error)
+    alike = ("number", "status", "latency_us", "samples", "slowest_rank", "compile_s", "verified", "conditions")
     return TrialRow(
         run_id=run_id,
-        number=trial.number,
         variant=trial.config.variant,
         config=trial.config.to_dict(),
         config_digest=trial.config.digest,
         kernel_digest=kernel_digest,
-        status=trial.status,
-        latency_us=trial.latency_us,
-        samples=trial.samples,
-        slowest_rank=trial.slowest_rank,
-        compile_s=trial.compile_s,
-        verified=trial.verified,
         relative_error=math.inf if unreadable else trial.relative_error,
         error=trial.error and storable(trial.error),
-        conditions=trial.conditions,
+        **{name: getattr(trial, name) for name in alike},
     )
 
 
@@ -77,27 +256,18 @@ def storable(text: str) -> str:
 
 
 def winner_row(winner: WinnerRecord) -> WinnerRow:
+    alike = ("kernel_digest", "comm", "trial_id", "latency_us", "baseline_us", "speedup", "interval_low", "interval_high", "tie")
     return WinnerRow(
         problem_key=winner.problem.key,
         hardware_digest=winner.hardware.digest,
-        kernel_digest=winner.kernel_digest,
-        world_size=winner.problem.to_dict()["world_size"],
-        comm=winner.comm,
+        world_size=winner.problem.world_size,
         conditions=winner.conditions.key,
         triton=winner.environment.triton,
         environment_digest=winner.environment.digest,
-        trial_id=winner.trial_id,
         config=winner.config.to_dict(),
-        latency_us=winner.latency_us,
-        baseline_us=winner.baseline_us,
         baseline=winner.baseline.to_dict(),
-        speedup=winner.speedup,
-        interval_low=winner.interval_low,
-        interval_high=winner.interval_high,
-        tie=winner.tie,
-        verified=winner.verified,
-        samples=winner.samples,
         created_at=winner.created_at or datetime.now(UTC),
+        **{name: getattr(winner, name) for name in (*alike, "verified", "samples")},
     )
 
 
@@ -111,17 +281,9 @@ def miss_row(miss: MissRecord) -> MissRow:
     )
 
 
-def hardware_of(row: HardwareRow) -> Hardware:
-    return file_format.hardware_of(decoded(row, file_format.HardwareShape))
-
-
-def environment_of(row: EnvironmentRow) -> Environment:
-    return file_format.environment_of(decoded(row, file_format.EnvironmentShape))
-
-
 def problem_of(row: ProblemRow) -> Problem:
     """The problem of a row; its key must be the key of the row."""
-    problem = validation.problem_of(row.fields)
+    problem = problem_files.problem_of(row.fields)
     if problem.key != row.key:
         raise Malformed(f"a problem is under the key {str(row.key)[:LONGEST_NAME]!r}, which is not its own")
     return problem
@@ -176,13 +338,6 @@ def miss_of(row: MissRow) -> MissRecord:
         count=checked.count,
         last_asked=checked.last_asked,
     )
-
-
-def decoded(row: object, shape: Any) -> Any:
-    """Decodes a row, or one of its JSON columns, as a value of this type. Raises Malformed, because a database may have been
-    edited.
-    """
-    return converted(row, shape, attributes=True)
 
 
 # Types of the columns
@@ -313,7 +468,7 @@ def known_winners(session: Session) -> list[IndexedWinner]:
         WinnerRow.speedup,
         WinnerRow.interval_low,
         WinnerRow.interval_high,
-        type_coerce(WinnerRow.tie, Integer),  # the raw value
+        type_coerce(WinnerRow.tie, sqlalchemy.Integer),  # the raw value
         WinnerRow.trial_id,
     )
     checked = session.connection().execute(query)
