@@ -40,7 +40,7 @@ test-volume: .venv/ready
 
 # Python, torch and Triton of the shipped winners, of vLLM and SGLang, and the newest, each in an environment of its own. uv makes
 # them; it sees no Python of pyenv by itself. Torch comes with libraries for GPUs, 5 GB, of which environments share what is equal.
-# What cannot be installed within ten minutes is skipped aloud.
+# What cannot be installed within five minutes is skipped aloud.
 VERSIONS ?= 3.11/2.11.0/3.6.0 3.12/2.14.1/3.8.0 3.13/2.15.0/3.9.0
 test-versions: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
@@ -48,7 +48,7 @@ test-versions: .venv/ready
 	  set -- $$(echo $$version | tr / ' ') && echo Python $$1, torch $$2, Triton $$3 && own=.venv/torch-$$2 && \
 	  python=$$(ls -d $$HOME/.pyenv/versions/$$1.*/bin/python 2>/dev/null | tail -1) && \
 	  { timeout 100 $(BIN)/uv venv --quiet --clear --python $${python:-$$1} $$own && \
-	  timeout 600 $(BIN)/uv pip install --quiet --python $$own/bin/python -c constraints-common.txt -r pyproject.toml --extra test torch==$$2 triton==$$3 \
+	  timeout 300 $(BIN)/uv pip install --quiet --python $$own/bin/python -c constraints-common.txt -r pyproject.toml --extra test torch==$$2 triton==$$3 \
 	  || { echo "skipped: Python $$1 with torch $$2 cannot be installed here"; continue; }; } && \
 	  PYTHONPATH=$$PWD $$own/bin/python -m pytest -n 3 --dist loadfile -m 'not alone and not volume' $(SAMPLE) || exit 1; \
 	done

@@ -6,6 +6,7 @@ AUTOTAX_TEST_PART, `2/3` for instance, leaves one part of the cases, the same on
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sqlite3
@@ -24,13 +25,29 @@ from sqlalchemy import Engine, event
 from autotax.operators import declaration, registry
 from autotax.runner import processes
 from autotax.runner.processes import environment_with
+from autotax.runner.ranks import Ranks
 
 # On a busy machine an example, or making one, takes any time.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+AT_ONCE_S = 30.0
+"""A shorter timeout of ranks is what a test is about."""
+
+
+def _patiently(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """On a busy machine ranks may take many times as long as their tests say, which only bound what never ends."""
+
+    @functools.wraps(run)
+    def patient(ranks: Ranks, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        return run(ranks, function, *args, timeout=timeout if timeout < AT_ONCE_S else 5 * timeout)
+
+    return patient
+
+
+Ranks.run = _patiently(Ranks.run)  # type: ignore[method-assign]
 os.environ.pop("COLUMNS", None)  # output is as wide as its content, whatever the terminal of this run
 
-SERVER = pytest.StashKey[subprocess.Popen[bytes]]()
+SERVERS = pytest.StashKey[list[subprocess.Popen[bytes]]]()
 HERE = Path(__file__).parent
 ALONE = [
     HERE / path
@@ -47,12 +64,16 @@ LONG = [
     HERE / path
     for path in (
         "test_end_to_end.py",
-        "runner/test_live.py",
+        "examples/test_outside.py",
         "kernels/test_compile.py",
+        "kernels/test_releases.py",
         "kernels/test_scaled.py",
         "kernels/test_variants.py",
         "kernels/test_words_on_amd.py",
         "nn/test_conformance.py",
+        "nn/test_consensus.py",
+        "nn/test_tensor_checks.py",
+        "engines/test_plugins.py",
         "tuner/test_tune.py",
     )
 ]
@@ -62,15 +83,19 @@ EMULATED = HERE / "amd" / "test_emulated.py"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ranks on the CPU are forks of one server for the whole run: their imports were a third of its time."""
-    if not hasattr(config, "workerinput"):  # whose processes inherit the variable
+    """Ranks on the CPU are forks of one server for the whole run, and compilers of another: imports were a third of its time.
+
+    Collection makes much and drops little: scanning for garbage meanwhile takes long and frees nothing.
+    """
+    gc.disable()
+    if processes.SHARED not in os.environ:  # processes that share the tests out inherit it, and so do runs within a test
         os.environ[processes.SHARED] = name = f"tests-{os.getpid()}"
-        interpreted = environment_with(processes.INTERPRETED)
-        config.stash[SERVER] = processes.start(processes.address_of(name, interpreted), interpreted)
+        environments = environment_with(processes.INTERPRETED), environment_with({})
+        config.stash[SERVERS] = [processes.start(processes.address_of(name, each), each) for each in environments]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if server := config.stash.get(SERVER, None):
+    for server in config.stash.get(SERVERS, []):
         server.kill()
         server.wait()
 
@@ -80,12 +105,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    alone = {path: any(path.is_relative_to(place) for place in ALONE) for path in {item.path for item in items}}
     for opt_in in ("full", "amd"):
         if opt_in not in config.option.markexpr:
             items[:] = [item for item in items if not item.get_closest_marker(opt_in)]
     items.sort(key=lambda item: item.path not in LONG)
     for item in items:
-        if any(item.path.is_relative_to(path) for path in ALONE):
+        if alone[item.path]:
             item.add_marker(pytest.mark.alone)
         if item.get_closest_marker("alone"):
             item.add_marker(pytest.mark.xdist_group("alone"))  # one after another with `-n 2 --dist loadgroup` as well
@@ -122,9 +148,9 @@ def _values(case: pytest.Item) -> set[tuple[str, str]]:
 
 def pytest_collection_finish() -> None:
     """Exempts tests and modules, which live to the end, from garbage collection: scanning them took a tenth of the time."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+    gc.enable()
 
 
 @pytest.fixture
@@ -138,6 +164,17 @@ def without_syncing() -> Iterator[None]:
     event.listen(Engine, "connect", let_be)
     yield
     event.remove(Engine, "connect", let_be)
+
+
+@pytest.fixture(scope="module")
+def one_renderer() -> Iterator[None]:
+    """One process draws the charts of all pages of a test file: starting it takes longer than drawing."""
+    from autotax.report import charts  # only now: it imports what takes seconds
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(charts.RENDERER, "close", lambda: None)
+        yield
+    charts.RENDERER.close()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from autotax.heap.triton_interpreter import patch_interpreter
-from autotax.kernels.head_gather.words import await_words
+from autotax.kernels.head_gather import await_words
 from autotax.kernels.primitives import wait
 
 LANES, POLLS = 8, 400

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 def test_only_winners_whose_machine_code_is_the_same_are_carried_over(tmp_path: Path) -> None:
     old = tmp_path / "old"
     shutil.copytree(ROOT / "autotax", old / "autotax", ignore=shutil.ignore_patterns("__pycache__"))
-    both, one = (old / "autotax/kernels/flash_decode" / name for name in ("attention.py", "minifloat.py"))
+    both, one = (old / "autotax/kernels/flash_decode" / name for name in ("attention.py", "compact.py"))
     both.write_text(both.read_text().replace("g = tl.arange(0, BLOCK_G)", "g = 0 + tl.arange(0, BLOCK_G)"))  # the same code
     assert "(1 << 13)" in one.read_text()
     one.write_text(one.read_text().replace("(1 << 13)", "(1 << 12)"))

@@ -79,7 +79,7 @@ def test_what_no_file_can_hold_is_one_line(notebook: ModuleType, cell: str, mess
 
 def test_a_call_with_other_tunables_takes_the_place_of_the_former() -> None:
     code = "from tests.test_cells import declare_twice; print(declare_twice())"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=True)
     assert ran.stdout == "[('a', (1,)), ('a', (1, 2))]\n"
 
 

@@ -73,7 +73,7 @@ def gemms(*names: str) -> set[tuple[str, str]]:
     ("path", "stale"),
     [
         ("kernels/all_gather_gemm/pull.py", gemms("pull")),
-        ("kernels/flash_decode/bsp.py", {("flash-decode", variant) for variant in ("bsp", "gather", "fine_grained")}),
+        ("kernels/flash_decode/bsp.py", {("flash-decode", variant) for variant in ("bsp", "gather", "fine_grained", "fused")}),
         ("kernels/primitives.py", GEMMS | DECODES),
         ("kernels/all_gather_gemm/__init__.py", set()),
         *volume(
@@ -137,25 +137,25 @@ def test_what_is_not_here_depends_on_all(variant: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "from autotax.kernels.flash_decode.ll_packets import merge_words\nprint(merge_words)\n",
-        "from autotax.kernels.flash_decode import (\n    inbox,\n    ll_packets as w,\n)\nprint(w.merge_words)\n",
-        "from autotax.kernels.flash_decode import inbox, \\\n    ll_packets\nprint(ll_packets)\n",
-        "import autotax.kernels.flash_decode.ll_packets as words\nprint(words.merge_words)\n",
-        "import autotax.kernels.flash_decode.ll_packets\nprint(autotax.kernels.flash_decode.ll_packets.merge_words)\n",
-        "from . import ll_packets\nprint(ll_packets.merge_words)\n",
-        "from .ll_packets import *\nprint(merge_words)\n",
-        "if True:\n    from autotax.kernels.flash_decode import ll_packets\nprint(ll_packets)\n",
-        "def later():\n    from autotax.kernels.flash_decode import ll_packets\nprint(later)\n",
+        "from autotax.kernels.flash_decode.exchange import merge_words\nprint(merge_words)\n",
+        "from autotax.kernels.flash_decode import (\n    inbox,\n    exchange as w,\n)\nprint(w.merge_words)\n",
+        "from autotax.kernels.flash_decode import inbox, \\\n    exchange\nprint(exchange)\n",
+        "import autotax.kernels.flash_decode.exchange as words\nprint(words.merge_words)\n",
+        "import autotax.kernels.flash_decode.exchange\nprint(autotax.kernels.flash_decode.exchange.merge_words)\n",
+        "from . import exchange\nprint(exchange.merge_words)\n",
+        "from .exchange import *\nprint(merge_words)\n",
+        "if True:\n    from autotax.kernels.flash_decode import exchange\nprint(exchange)\n",
+        "def later():\n    from autotax.kernels.flash_decode import exchange\nprint(later)\n",
     ],
 )
 def test_every_way_to_import_counts(text: str) -> None:
-    words, gather = "autotax.kernels.flash_decode.ll_packets", "autotax.kernels.flash_decode.gather"
-    place = Symbol(gather, "Gather")
+    words, shapes = "autotax.kernels.flash_decode.exchange", "autotax.kernels.flash_decode.shapes"
+    place = Symbol(shapes, "Shapes")
     assert words not in reached_modules(place)
-    with edited("kernels/flash_decode/gather.py", lambda before: before + "\n" + text):
+    with edited("kernels/flash_decode/shapes.py", lambda before: before + "\n" + text):
         assert words in reached_modules(place)
-        users = Symbol(*named("flash-decode").variants["fine_grained"].place)
-        assert words in reached_modules(users), "which imports gather"
+        users = Symbol(*named("flash-decode").variants["gather"].place)
+        assert words in reached_modules(users), "which imports shapes"
 
 
 def is_function(symbol: Symbol) -> bool:
@@ -187,7 +187,7 @@ def test_a_peer_has_another_digest_with_another_torch(monkeypatch: pytest.Monkey
     assert before[0] != after[0] and before[1] == after[1]
 
 
-@pytest.mark.parametrize("number", [*range(0, 60, 10), *volume(*range(1, 60, 10))])
+@pytest.mark.parametrize("number", [*range(0, 60, 20), *volume(*range(10, 60, 20), *range(1, 60, 10))])
 def test_a_statement_more_in_a_function_changes_the_digests_of_its_users(number: int) -> None:
     functions = sorted({symbol for symbol in COVERED if is_function(symbol)})
     symbol = functions[number * len(functions) // 60]
@@ -248,7 +248,7 @@ def _digests_of_copy(root: Path) -> dict[str, str]:
     return digests
 
 
-MERGED = {"autotax.kernels.die_signals": "autotax.kernels.residency"}
+MERGED = {"autotax.kernels.flash_decode.exchange": "autotax.kernels.flash_decode.cores"}
 MOVES = {
     "autotax.kernels.primitives": "autotax.kernels.device.instructions",
     "autotax.kernels.tiling": "autotax.kernels.device.order",

@@ -42,10 +42,10 @@ CURRENT = {
     "8a6e8434acc79ce2": "61610584055d813e",  # decode-merge/fine_grained
     "b9ec9ac8a89fea7d": "331b8f5bddad6d42",  # decode-merge/words
     "3c0d91f651ee8527": "d89f7585b3a68a38",  # decode-merge/compact
-    "3d1712e1f4db8526": "0f5ee5955283447a",  # flash-decode/bsp
-    "7659f1ffadbe0f64": "2f9cae8bb02c84fb",  # flash-decode/gather
-    "42ecd53b08c9bb29": "4a9e0565d0000eba",  # flash-decode/fine_grained
-    "f6b5321262a2e0b7": "3b4ee1688b59c45d",  # flash-decode/fused
+    "3d1712e1f4db8526": "0388d92146935b2f",  # flash-decode/bsp
+    "7659f1ffadbe0f64": "d4f5fa450ae58fea",  # flash-decode/gather
+    "42ecd53b08c9bb29": "a80a976f8e7e6ebd",  # flash-decode/fine_grained
+    "f6b5321262a2e0b7": "8927592aed1ec14e",  # flash-decode/fused
     "b33b0952a97b73ca": "8769bab8aebe5425",  # flash-decode/single
     "64d50ef743601d9e": "7689408d43ffffd1",  # flash-decode/resident
     "72aacc8bf78cbc19": "69b2c5c7ff0fb829",  # flash-decode/compact

@@ -13,7 +13,7 @@ from autotax.kernels.primitives import EPOCH, leave, signal_all, wait
 
 @triton.jit
 def now_ns(TARGET: tl.constexpr):
-    """A device clock in nanoseconds. Its rate does not change with the clocks of the processors."""
+    """A device clock in nanoseconds, whose rate does not depend on the clocks of the processors."""
     if TARGET == "cuda":
         return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
     # s_memrealtime counts at 100 MHz.
@@ -25,9 +25,7 @@ def now_ns(TARGET: tl.constexpr):
 
 @triton.jit(do_not_specialize=["ns"])
 def delay_kernel(ns, TARGET: tl.constexpr):
-    """One program that does nothing for `ns` nanoseconds. At most `ns` polls bound the loop too; each poll takes
-    longer than 1 ns.
-    """
+    """One program that does nothing for `ns` nanoseconds, or `ns` polls; each poll takes longer than 1 ns."""
     start = now_ns(TARGET)
     polls = 0
     while (now_ns(TARGET) - start < ns) & (polls < ns):
@@ -42,8 +40,6 @@ def delay(context: Context, us: float) -> None:
         time.sleep(us / 1e6)
 
 
-# A barrier of all ranks on the device. It makes the ranks start a timed sample together.
-
 @triton.jit(do_not_specialize=["rank"])
 def align_kernel(flags, bases, control, rank, WORLD: tl.constexpr, TARGET: tl.constexpr):
     """One program: signals every peer, then waits for a signal from each peer."""
@@ -56,7 +52,7 @@ def align_kernel(flags, bases, control, rank, WORLD: tl.constexpr, TARGET: tl.co
 
 
 class Aligner:
-    """Enqueues device barriers on the current stream. Construction is collective, like an operator's."""
+    """Enqueues device barriers, which make the ranks start a timed sample together. Construction is collective."""
 
     def __init__(self, context: Context) -> None:
         self.context = context

@@ -1,8 +1,7 @@
 """The services that a variant uses on its machine: ranks, heap, launches, collectives, streams.
 
-All device work of an operator goes through this class. So a dry context can walk the same code and only compile. That
-is used on the ranks before the first run, and to compile for a GPU that is not in the machine. A rank must not
-compile while its peers spin.
+All device work of an operator goes through `Context`. So a dry context can walk the same code and only compile: on the ranks
+before the first run, because a rank must not compile while its peers spin, and for a GPU that is not in the machine.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import triton
 from torch import Tensor
 
 from autotax.core.problem import Problem
@@ -31,9 +31,7 @@ INTERPRETER_POLL_LIMIT = 1 << 14
 
 @dataclass(frozen=True)
 class Compiled:
-    """Resources of one compiled kernel of a config: bytes of shared memory, registers and spills. The last two are
-    None until the kernel is loaded.
-    """
+    """Bytes of shared memory, registers and spills of a compiled kernel; the last two are None until it is loaded."""
 
     kernel: str
     shared: int
@@ -80,9 +78,7 @@ class Context:
         return self.heap.zeros((count,), torch.int32)
 
     def control(self, patience: int = 1) -> Tensor:
-        """Allocates a control block (see kernels.primitives) at epoch 1. Waits give up after `patience` times the
-        usual number of polls.
-        """
+        """Allocates a control block (see `primitives`) at epoch 1. Waits give up after `patience` times the usual polls."""
         words = [1, 0, 0, patience * self.poll_limit] + [0] * (CONTROL_WORDS - 4)
         return torch.tensor(words, dtype=torch.int32, device=self.heap.slab.device)
 
@@ -100,7 +96,7 @@ class Context:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[list[Compiled]]:
-        """Inside this context manager nothing is launched, moved or communicated; kernels are compiled and listed."""
+        """Within it nothing is launched, moved or communicated; kernels are compiled and listed."""
         self.dry, self.compiled = True, []
         try:
             yield self.compiled
@@ -115,9 +111,7 @@ class Context:
             gather(gathered.view(-1).view(torch.uint8), shard.reshape(-1).view(torch.uint8), group=self.world.data)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """Runs the collective library's all-to-all: part r of `sent` goes to rank r. Parts have equal sizes. It moves
-        bytes, whatever the dtype.
-        """
+        """Runs the collective library's all-to-all: part r of `sent`, of equal size in bytes, goes to rank r."""
         if not self.dry:
             dist.all_to_all_single(received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8), group=self.world.data)
 
@@ -132,9 +126,7 @@ class Context:
             destination.copy_(source, non_blocking=True)
 
     def streams(self, count: int, *, urgent: bool = False) -> list[torch.cuda.Stream | None]:
-        """Returns side streams; on CPU ranks each is None, because everything runs in program order there. With
-        `urgent` they have high priority, so that a large grid on the current stream does not delay their kernels.
-        """
+        """Side streams, on CPU ranks None. With `urgent`, a large grid on the current stream does not delay their kernels."""
         if self.heap.slab.is_cuda:
             return [torch.cuda.Stream(self.heap.slab.device, priority=-1 if urgent else 0) for _ in range(count)]
         return [None] * count
@@ -151,3 +143,28 @@ class Context:
         for stream in streams:
             if stream is not None and not self.dry:
                 torch.cuda.current_stream().wait_stream(stream)
+
+
+try:
+    from triton.language.extra.cuda import gdc_wait
+except ModuleNotFoundError:  # Triton built only for ROCm: launches never overlap there, so this is never called
+
+    @triton.jit
+    def gdc_wait():
+        pass
+
+
+def all_resident(context: Context) -> dict[str, Any]:
+    """Options of a launch whose programs all run at the same time, so that they may wait for each other.
+
+    The driver refuses it unless all programs fit. From Hopper on, the launch may begin while the previous kernel is ending.
+    """
+    if context.interpreted:
+        return {}
+    overlapping = {} if context.target == "hip" else {"launch_pdl": context.hardware.launches_overlap}
+    return {"launch_cooperative_grid": True} | overlapping
+
+
+def threads_of(context: Context, warps: int) -> int:
+    """Threads of a program with `warps` warps; a warp is a wave of 64 threads on AMD."""
+    return warps * (64 if context.target == "hip" else 32)

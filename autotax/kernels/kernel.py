@@ -21,13 +21,12 @@ VECTOR_BYTES = 16
 class Kernel(ABC, Generic[P]):
     """One (problem, config) on one rank.
 
-    Construction is collective (all ranks allocate alike) and must be followed by `heap.check()` before the first
-    call.
+    Construction is collective (all ranks allocate alike) and must be followed by `heap.check()` before the first call.
 
-    A call takes the operator's input tensors and the output tensor. They are contiguous, have the problem's dtype,
-    and start at addresses that are multiples of 16. A call enqueues on the current stream, allocates nothing and
-    never waits on the host, so it can be captured in a graph. Every rank must make the same number of calls in the
-    same order. Inputs may differ from call to call. They may be overwritten by later work in stream order.
+    A call takes the operator's input tensors and the output tensor. They are contiguous, have the problem's dtype, and start at
+    addresses that are multiples of 16. A call enqueues on the current stream, allocates nothing and never waits on the host, so
+    it can be captured in a graph. Every rank must make the same number of calls in the same order. Inputs may differ from call to
+    call. They may be overwritten by later work in stream order.
     """
 
     def __init__(self, problem: P, config: Config, context: Context) -> None:
@@ -38,14 +37,12 @@ class Kernel(ABC, Generic[P]):
 
     @abstractmethod
     def __call__(self, *tensors: Any, **_: Any) -> Tensor | None:
-        """Enqueues one call; the arguments are the inputs, then the output. Returns the result if it is not in the
-        output tensor.
-        """
+        """Enqueues one call of the inputs, then the output. Returns the result if it is not in the output tensor."""
 
     def fitted(self, smaller: P) -> Self | None:
-        """Returns this kernel for calls of `smaller`, which is not larger than its own problem. It has the same
-        flags, epochs and memory, but other sizes. Returns None if its flags or slots do not allow that. Calls of both
-        may be mixed, in the same order on all ranks.
+        """This kernel for calls of `smaller`, not larger than its own problem: the same flags and memory, but other sizes.
+
+        None if flags or slots do not allow that. Calls of both may be mixed, in the same order on all ranks.
         """
         if smaller == self.problem:
             return self
@@ -57,23 +54,19 @@ class Kernel(ABC, Generic[P]):
         return other
 
     def changes_for(self, smaller: P) -> dict[str, Any] | None:  # noqa: ARG002
-        """Returns the attributes that calls of `smaller` need changed, or None if the kernel does not support them.
+        """The attributes to change for calls of `smaller`; None if the kernel does not support them.
 
-        A call must signal every flag that it shares with other calls. It must not write memory that a peer may still
-        be reading.
+        A call must signal every flag that it shares with other calls, and write no memory that a peer may still be reading.
         """
         return None
 
     def failure(self) -> str | None:
-        """Returns the first error inside the kernels so far, or None. Waits for the device. After an error the kernel
-        is unusable.
-        """
+        """The first error inside the kernels, or None. Waits for the device. After an error the kernel is unusable."""
         return note_of(self.control, self.context.rank)
 
 
 def around_the_border(slots: Tensor, elements: int) -> Tensor | None:
-    """Returns two neighbouring slots of `elements` elements with the same border as the two larger slots; None if
-    misaligned.
+    """Two neighbouring slots of `elements` elements with the same border as the two larger slots; None if misaligned.
 
     Slot 0 ends and slot 1 begins at the same address for every size, so slots of different parity never overlap.
     """

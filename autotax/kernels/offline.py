@@ -1,9 +1,8 @@
 """Compiles kernels without their GPU, and makes Triton's cache keys the same in every process.
 
-Triton hashes a function when it first needs the hash. The hash includes the global constants of called functions only
-if those functions are already hashed. So the cache key of a kernel depends on the kernels compiled before it. Here
-all functions are hashed once, in one order, before anything is compiled. The keys then agree, and ranks find what the
-compiler processes cached.
+Triton hashes a function when it first needs the hash. The hash includes the global constants of called functions only if those
+functions are already hashed. So the cache key of a kernel depends on the kernels compiled before it. Here all functions are
+hashed once, in one order, before anything is compiled. The keys then agree, and ranks find what the compiler processes cached.
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ from autotax.operators.verification import make_inputs
 
 @functools.cache
 def fix_cache_keys() -> None:
-    """Hashes every device function of this package. Call it before the first compilation of a process. For
-    interpreted kernels it only imports the modules.
-    """
+    """Hashes every device function of the package, before a process compiles; interpreted kernels are only imported."""
     package = autotax.kernels
     for info in sorted(pkgutil.walk_packages(package.__path__, package.__name__ + "."), key=lambda info: info.name):
         for value in vars(importlib.import_module(info.name)).values():
@@ -52,18 +49,16 @@ META = torch.device("meta")
 
 # Backend, processors, bytes of shared memory: these decide how a kernel compiles and whether it fits. The rest is irrelevant.
 _KNOWN = {
-    "cuda:90": ("cuda", 132, 232448),
-    "cuda:100": ("cuda", 148, 232448),
-    "hip:gfx942": ("rocm", 304, 64 * 1024),
+    "cuda:90": ("cuda", 132, 232448), "cuda:100": ("cuda", 148, 232448), "hip:gfx942": ("rocm", 304, 64 * 1024),
     "hip:gfx950": ("rocm", 256, LOCAL_DATA_SHARE["gfx950"]),
-}
+}  # fmt: skip
 
 
 TARGETS = tuple(_KNOWN)
 
 
 def known_hardware(target: str) -> Hardware:
-    """Returns a stand-in for hardware of a target, for search spaces and compilation. Raises KeyError for an unknown target."""
+    """Hardware of a target, as search spaces and the compiler see it. Raises KeyError for an unknown target."""
     backend, processors, shared = _KNOWN[target]
     return Hardware(backend, f"any {target}", target, 8, 0, processors, shared, 0, "unknown")
 
@@ -116,12 +111,8 @@ def pretend(target: str) -> Iterator[None]:
         driver.set_active(before)
 
 
-def compile_offline(
-    problem: Problem, config: Config, hardware: Hardware, kind: type[Context] | None = None
-) -> list[Compiled]:
-    """Compiles all kernels of a config for `hardware.target`, in a context of class `kind` if given. Raises Triton's
-    error when a kernel does not compile.
-    """
+def compile_offline(problem: Problem, config: Config, hardware: Hardware, kind: type[Context] | None = None) -> list[Compiled]:
+    """Compiles all kernels of a config for `hardware.target`, in a context of class `kind`. Raises Triton's errors."""
     fix_cache_keys()
     nobody: Any = None
     world = World(0, problem.world_size, "meta", META, nobody, nobody, nobody)
@@ -135,12 +126,12 @@ def compile_offline(
 
 def resources_offline(problem: Problem, config: Config, hardware: Hardware) -> list[Resources]:
     """Compiles like `compile_offline` and returns the GPU resources of each kernel."""
-    found: list[Resources] = []
+    resources: list[Resources] = []
 
     class Inspecting(Context):
         def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
             binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
-            found.append(resources_of(kernel.__name__, binary))
+            resources.append(resources_of(kernel.__name__, binary))
 
     compile_offline(problem, config, hardware, Inspecting)
-    return found
+    return resources

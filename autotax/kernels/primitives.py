@@ -1,7 +1,6 @@
 """Device functions that every variant shares: peer addresses, signals, bounded waits, epochs.
 
-`TARGET` is "cuda", "hip" or "interpreter"; the functions differ by nothing else. docs/memory-model.md gives the rules
-behind each line. In short:
+`TARGET` is "cuda", "hip" or "interpreter"; the functions differ by nothing else. See docs/memory-model.md for the rules. In short:
 
 - A flag is a counter that only grows. A call waits until a flag has reached a goal. The goal follows from the epoch,
   the number of the call. So nothing is reset between calls and a captured graph can be replayed.
@@ -11,6 +10,7 @@ behind each line. In short:
 
 import triton
 import triton.language as tl
+from triton.language.core import builtin, constexpr
 
 # Words of the control block: int32 [16], private to one operator on one rank.
 EPOCH = tl.constexpr(0)  # number of the call in flight, from 1; the last program to leave advances it
@@ -56,9 +56,7 @@ def settle(TARGET: tl.constexpr):
 
 @triton.jit
 def by_one_wave(INSTRUCTION: tl.constexpr):
-    """On AMD: one wave executes a cache instruction and waits for it. It is the wave whose first thread performs
-    scalar atomics.
-    """
+    """On AMD: the wave whose first thread performs scalar atomics executes a cache instruction and waits for it."""
     thread = tl.arange(0, 1024)  # 1024 is the most a program can have, so exactly one wave holds thread 0
     tl.inline_asm_elementwise(
         "v_cmp_eq_u32 vcc, 0, $1\ns_cbranch_vccz .Ldone${:uid}\n" + INSTRUCTION + "\ns_waitcnt vmcnt(0)\n"
@@ -69,12 +67,11 @@ def by_one_wave(INSTRUCTION: tl.constexpr):
 
 @triton.jit
 def write_back(SCOPE: tl.constexpr):
-    """On AMD, after `settle`: writes back all stores of the program, so that any reader in SCOPE ("gpu" or "sys")
-    finds them.
+    """On AMD, after `settle`: writes back all stores of the program for any reader in SCOPE ("gpu" or "sys").
 
-    Relaxed atomics may then publish the data. LLVM's own releases are not enough before LLVM change 178316, thus in
-    Triton 3.6 and 3.7. They start the write-back of the L2 but do not wait for it, so a flag could overtake its data.
-    A single wave does the write-back, because each one scans the whole L2 of a die.
+    Relaxed atomics may then publish the data. LLVM's own releases are not enough before LLVM change 178316, thus in Triton 3.6
+    and 3.7. They start the write-back of the L2 but do not wait for it, so a flag could overtake its data. A single wave does the
+    write-back, because each one scans the whole L2 of a die.
     """
     if SCOPE == "sys":
         by_one_wave("buffer_wbl2 sc0 sc1")
@@ -84,11 +81,9 @@ def write_back(SCOPE: tl.constexpr):
 
 @triton.jit
 def count(word, TARGET: tl.constexpr, SCOPE: tl.constexpr):
-    """Adds 1 to a word on this GPU and returns the previous value. A program that counts later sees all stores this
-    program made before.
+    """Adds 1 to a word on this GPU and returns its value before. A program that counts later sees all earlier stores of this one.
 
-    Use SCOPE "sys" if the last program to count publishes the stores to peers: on AMD each die then writes back its
-    own L2.
+    Use SCOPE "sys" if the last program to count publishes the stores to peers: on AMD each die then writes back its own L2.
     """
     settle(TARGET)
     if TARGET == "hip":
@@ -101,9 +96,7 @@ def count(word, TARGET: tl.constexpr, SCOPE: tl.constexpr):
 
 @triton.jit
 def signal(flag, amount, TARGET: tl.constexpr, SCOPE: tl.constexpr):
-    """Adds `amount` to a flag of any rank; with SCOPE "gpu" the flag must be on this rank's GPU. A program that sees
-    the new value also sees all stores this program made before.
-    """
+    """Adds `amount` to a flag of any rank, or with SCOPE "gpu" of this one. Its reader also sees all earlier stores."""
     settle(TARGET)
     if TARGET == "hip":
         write_back(SCOPE)
@@ -163,10 +156,9 @@ def poll(flag):
 
 @triton.jit
 def wait_on_hip(flag, goal, source, index, control):
-    """`wait` for AMD: each wave polls for itself.
+    """`wait` for AMD: each wave polls for itself, and acquires once the flag has arrived, because that empties the caches.
 
-    A scalar atomic would pass its result to the other waves through shared memory, which the pipeline may fill
-    completely. The wait acquires only after the flag has arrived, because an acquire empties the caches.
+    A scalar atomic would pass its result to the other waves through shared memory, which the pipeline may fill completely.
     """
     seen = poll(flag)
     if seen - goal < 0:
@@ -202,9 +194,7 @@ def wait_by_atomics(flag, goal, source, index, control, TARGET: tl.constexpr):
             note_missing(control, source, index, goal, seen, TARGET)
     if TARGET == "cuda":
         # TMA reads through the asynchronous proxy. The acquire above does not order that proxy.
-        tl.inline_asm_elementwise(
-            "fence.proxy.async;\nmov.u32 $0, $1;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1
-        )
+        tl.inline_asm_elementwise("fence.proxy.async;\nmov.u32 $0, $1;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1)
     return seen
 
 
@@ -212,8 +202,7 @@ def wait_by_atomics(flag, goal, source, index, control, TARGET: tl.constexpr):
 def wait(flag, goal, source, index, control, TARGET: tl.constexpr):
     """Waits until the flag has reached `goal`, or for a bounded number of polls. Returns the flag's last value.
 
-    `source` (the rank that signals) and `index` only label the note of a wait that gives up. After that, later waits
-    of the same call give up soon.
+    `source` (the rank that signals) and `index` only label the note of a wait that gives up. Later waits give up soon.
     """
     if TARGET == "hip":
         seen = wait_on_hip(flag, goal, source, index, control)
@@ -266,10 +255,108 @@ def copy_block(
 
 @triton.jit
 def dot(x, y, acc, TARGET: tl.constexpr):
-    """acc + x @ y in float32, with x rounded to y's type. The interpreter holds bf16 as integers, so it gets float32
-    operands.
-    """
+    """acc + x @ y in float32, with x rounded to y's type. The interpreter holds bf16 as integers, so it gets float32 operands."""
     if TARGET == "interpreter":
         x = x.to(tl.float32)
         y = y.to(tl.float32)
     return tl.dot(x.to(y.dtype), y, acc, input_precision="ieee")
+
+
+# Signals that programs of one die combine. On AMD a release writes back the whole L2 of the die, so several releases at a time
+# repeat the same work. Here the first pending program signals for all. The hardware reports which die a program runs on, so the
+# result is right for any placement. It saves work only where programs of one die signal the same flag at about the same time
+# (`comm_dies` of `push`). The code has not run on an AMD GPU.
+
+MOST_DIES = 16
+"""Dies that the hardware can number."""
+
+
+@triton.jit
+def die_of_program(DIES: tl.constexpr, TARGET: tl.constexpr):
+    """The die that runs this program. On other machines than AMD, the die on which AMD would probably place it."""
+    if TARGET == "hip":
+        die = tl.inline_asm_elementwise(
+            "s_getreg_b32 $0, hwreg(HW_REG_XCC_ID, 0, 4)", "=s", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        die = tl.program_id(0) % DIES
+    return die
+
+
+@triton.jit
+def signal_of_die(flag, pending, TARGET: tl.constexpr):
+    """Like `signal(flag, 1, TARGET, "sys")`. `pending` is a word of this die and flag; it is zero between calls."""
+    settle(TARGET)
+    if tl.atomic_add(pending, 1, sem="relaxed", scope="gpu") == 0:
+        left = 1
+        while left > 0:
+            # The count must be known before the write-back begins: the write-back then covers every counted program.
+            seen = tl.atomic_add(pending, 0, sem="relaxed", scope="gpu")
+            settle(TARGET)
+            if TARGET == "hip":
+                write_back("sys")
+            tl.atomic_add(flag, seen, sem="relaxed" if TARGET == "hip" else "release", scope="sys")
+            left = tl.atomic_add(pending, -seen, sem="relaxed", scope="gpu") - seen
+
+
+# Atomic stores and polling loads of 8-byte words that validate themselves. On NVIDIA and on CPU ranks they are Triton's own stores
+# and volatile loads. On AMD both are instructions of system scope: docs/memory-model.md. `.wt` would wait for each store there.
+
+LANES = tl.constexpr(64)
+"""Threads of a wave on AMD."""
+MOST_AT_ONCE = 8
+"""Words that a thread loads before it waits for the first one. Each takes four registers."""
+
+
+@triton.constexpr_function
+def _load(words):
+    lines = [f"global_load_dwordx2 ${at}, ${words + at}, off sc0 sc1" for at in range(words)]
+    return "\n".join([*lines, "s_waitcnt vmcnt(0)"])
+
+
+@triton.constexpr_function
+def _loaded(words):
+    return ",".join(["=&v"] * words + ["v"] * words + ["~{memory}"])
+
+
+@triton.constexpr_function
+def at_once(words, threads):
+    """How many words a thread loads together, for a tile of `words` words. All numbers are powers of two."""
+    return max(1, min(MOST_AT_ONCE, words // threads))
+
+
+@builtin
+def threads_of_program(_semantic=None):
+    """Threads of a program on AMD, for use inside kernels."""
+    return constexpr(LANES.value * _semantic.builder.options.num_warps)
+
+
+@triton.jit
+def store_whole(there, words, mask, TARGET: tl.constexpr):
+    """Stores int64 words, each with one instruction. A later kernel or a polling reader sees them."""
+    if TARGET == "hip":
+        tl.inline_asm_elementwise(
+            "v_cmp_ne_u32 vcc, 0, $4\ns_and_saveexec_b64 $1, vcc\nglobal_store_dwordx2 $2, $3, off sc0 sc1\n"
+            "s_mov_b64 exec, $1\ns_mov_b32 $0, 0",
+            "=&s,=&s,v,v,v,~{vcc},~{scc},~{memory}",
+            [there.to(tl.int64), words, tl.broadcast_to(mask, words.shape).to(tl.int32)],
+            dtype=(tl.int32, tl.int64), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(there, words, mask=mask)
+
+
+@triton.jit
+def load_whole(at, mask, safe, other, TARGET: tl.constexpr):
+    """The current values of int64 words, for polling; `other` where masked: the readable address `safe` is loaded there."""
+    if TARGET == "hip":
+        inside = tl.broadcast_to(mask, at.shape)
+        TOGETHER: tl.constexpr = at_once(at.numel, threads_of_program())
+        there = tl.where(inside, at.to(tl.int64), safe.to(tl.int64))
+        found = tl.inline_asm_elementwise(
+            _load(TOGETHER), _loaded(TOGETHER), [there], dtype=tl.int64, is_pure=False, pack=TOGETHER
+        )
+        return tl.where(inside, found, other)
+    else:  # noqa: RET505 - decided at compile time
+        # Volatile, because the compiler would move an ordinary load out of the loop.
+        return tl.load(at, mask=mask, other=other, volatile=True)

@@ -15,10 +15,7 @@ READING_S = 20.0
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of one kernel: bytes of shared memory per program, registers per thread, and bytes of local memory
-    per thread. Local memory holds spilled registers. Registers and local memory are None if the binary could not be
-    read.
-    """
+    """Bytes of shared memory per program, registers and bytes of local memory (spills) per thread; None where not readable."""
 
     kernel: str
     shared: int
@@ -27,9 +24,7 @@ class Resources:
 
 
 def resources_of(kernel: str, binary: Any) -> Resources:
-    """Returns the resources of a compiled kernel. On NVIDIA `cuobjdump` reads them; on AMD the metadata of the
-    assembly has them.
-    """
+    """Those of a compiled kernel: `cuobjdump` reads them on NVIDIA; on AMD the metadata of the assembly has them."""
     if "cubin" in binary.asm:
         registers, local = _of_cubin(binary.asm["cubin"])
     else:
@@ -51,10 +46,10 @@ def _of_cubin(cubin: bytes) -> tuple[int | None, int | None]:
 
 
 def _of_assembly(listing: str) -> tuple[int | None, int | None]:
-    """Returns vector registers, including those of the matrix units, and bytes of local memory."""
+    """Vector registers, including those of the matrix units, and bytes of local memory."""
     return _number(r"\.vgpr_count:\s+(\d+)", listing), _number(r"\.private_segment_fixed_size:\s+(\d+)", listing)
 
 
 def _number(pattern: str, text: str) -> int | None:
-    found = re.search(pattern, text)
-    return int(found[1]) if found else None
+    match = re.search(pattern, text)
+    return int(match[1]) if match else None

@@ -1,4 +1,8 @@
-"""Products of e4m3 matrices with scales: of Triton, of the vendor's library, and on CPU ranks.
+"""Quantisation to e4m3, and products of e4m3 matrices with scales: of Triton, of the vendor's library, and on CPU ranks.
+
+Quantisation follows vLLM. A row's scale is its largest magnitude / 448, at least 1 / (448 * 512); values are multiplied by its
+inverse. A group of 128 columns has its largest magnitude, at least 1e-10, / 448; values are divided by it. With one scale for the
+tensor, values are multiplied by its inverse. A row or group with an infinity or a NaN becomes NaN.
 
 C = (A @ B.T) with the scales of `operators/scaled.py`. Tensor cores add products of e4m3 with fewer bits than float32 has. So the
 sums of each 128 columns of K are added up in float32, and nothing relies on fast accumulation. With scales `block` each such sum
@@ -21,19 +25,61 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.gemm import load_tile
 from autotax.kernels.context import Context
-from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, part_of_tile, rounded
-from autotax.kernels.primitives import arithmetic
+from autotax.kernels.gemm_reduce_scatter.product import grouped, last_of_parts, part_of_tile, rounded
 from autotax.operators.scaled import library_product
+
+GROUP = tl.constexpr(128)
+LARGEST = tl.constexpr(448.0)
+LEAST_ROW_SCALE = tl.constexpr(1 / (448 * 512))
+LEAST_BLOCK = tl.constexpr(1e-10)
+
+
+@triton.jit
+def e4m3(value, TARGET: tl.constexpr):
+    """Rounds to the bits of the nearest e4m3, ties to even, saturating at 448; NaN stays NaN."""
+    if TARGET == "cuda":
+        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)  # the instruction saturates
+    else:  # noqa: RET505 - decided when compiled
+        size = tl.minimum(tl.abs(value), LARGEST)
+        bits = size.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2^-6 neighbouring e4m3 numbers are 2^-9 apart, like neighbouring float32 numbers above 2^14.
+        small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(size < 0.015625, small, normal)
+        code = tl.where(value == value, code, 0x7F)
+        return (code | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def quantise(values, scale, most, QUANT: tl.constexpr, TARGET: tl.constexpr):
+    """Quantises whole rows: the bits of e4m3, uint8 in the shape of `values`, and the scales.
+
+    `values` are float32 [rows, columns], zero where there is none. With QUANT "block" columns are a multiple of 128. `scale` is
+    that of QUANT "tensor", `most` the largest magnitude that scales of QUANT "row" follow. Scales: `scale`, [rows], [rows, columns / 128].
+    """
+    ROWS: tl.constexpr = values.shape[0]
+    if QUANT == "tensor":
+        codes = e4m3(values * tl.div_rn(1.0, scale), TARGET)
+        scales = scale
+    elif QUANT == "row":
+        largest = tl.minimum(tl.max(tl.abs(values), 1), most)
+        scales = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)), LEAST_ROW_SCALE)
+        codes = e4m3(values * tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)[:, None], TARGET)
+    else:
+        parts = tl.reshape(values, [ROWS, values.shape[1] // GROUP, GROUP])
+        largest = tl.maximum(tl.max(tl.abs(parts), 2), LEAST_BLOCK)
+        scales = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
+        divided = tl.div_rn(parts, tl.broadcast_to(scales[:, :, None], parts.shape))
+        codes = e4m3(tl.reshape(divided, values.shape), TARGET)
+    return codes, scales
+
 
 BLOCK_K = tl.constexpr(128)
 """Columns of K whose products tensor cores add up: those that share a scale with scales `block`."""
 LIBRARY, FAST = "library", "library_fast"
 """The vendor's product; FAST accumulates with fewer bits, which only comparisons measure."""
-
-grouped = arithmetic(tiling.grouped)
 
 
 @triton.jit
@@ -59,9 +105,7 @@ def dot_of_codes(x, y, TARGET: tl.constexpr):
 
 @triton.constexpr_function
 def turned(block_m, block_n, target):
-    """Whether a tile is computed as its transpose. Hopper multiplies e4m3 in blocks of at least 64 rows. Where A has fewer, rows
-    of B take their place; otherwise the compiler would convert every element to 16 bits.
-    """
+    """Whether a tile is computed transposed: Hopper takes 64 rows of e4m3 or more, else the compiler converts every element."""
     return target == "cuda" and block_m < 64 and block_n >= 64
 
 
@@ -198,15 +242,9 @@ class Tile:
     def constants(self, problem: Any) -> dict[str, Any]:
         """Constants of a kernel that calls `scaled_item`, and compile options."""
         return {
-            "SCALES": problem.scales,
-            "SPLITS": self.splits,
-            "BLOCK_M": self.rows,
-            "BLOCK_N": self.columns,
-            "TMA": self.tma,
-            "ALIGNED": math.gcd(problem.k, 16),
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-        }
+            "SCALES": problem.scales, "SPLITS": self.splits, "BLOCK_M": self.rows, "BLOCK_N": self.columns, "TMA": self.tma,
+            "ALIGNED": math.gcd(problem.k, 16), "num_warps": self.warps, "num_stages": self.stages,
+        }  # fmt: skip
 
     def parts(self, m: int, n: int, context: Context) -> tuple[Tensor, Tensor]:
         """`partials` and `finished` for m rows or fewer."""
@@ -245,8 +283,7 @@ class ScaledProduct:
         m, n = len(a), self.problem.n
         strides = scales_a.stride() if scales_a.dim() == 2 else (0, 0)
         self.context.launch(
-            scaled_product_kernel,
-            (tile.items(m, n),),
+            scaled_product_kernel, (tile.items(m, n),),
             tile.view(a, tile.rows), scales_a, *strides, tile.view(b, tile.columns), scales_b, out, self.partials, self.finished,
             m, n, self.problem.k, **tile.constants(self.problem),
         )  # fmt: skip

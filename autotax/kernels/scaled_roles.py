@@ -1,10 +1,10 @@
 """Products of e4m3 for warp-specialized kernels: what differs from `all_gather_gemm.roles`. For Hopper, in Gluon.
 
-Two codes are a word of 16 bits. So all warps but the multiplying ones, and all boxes, buffers and flags, are those of
-the kernels for 16 bits, with half the columns of K. A multiplying group reads a strip of 64 words as 128 codes.
+Two codes are a word of 16 bits. So all warps but the multiplying ones, and all boxes, buffers and flags, are those of the kernels
+for 16 bits, with half the columns of K. A multiplying group reads a strip of 64 words as 128 codes.
 
-Tensor cores add products of e4m3 with fewer bits than float32 has. So a group adds up the sum of each strip in float32,
-while the other group multiplies. With scales `block` it scales that sum first. Other scales are applied to the whole sum.
+Tensor cores add products of e4m3 with fewer bits than float32 has. So a group adds up the sum of each strip in float32, while the
+other group multiplies. With scales `block` it scales that sum first. Other scales are applied to the whole sum.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,6 @@ CODES = gl.constexpr(2 * BLOCK_K)
 """Codes of a strip, which share a scale with scales `block`."""
 MOST_TOGETHER = gl.constexpr(192)
 """Most rows of Y whose parts are multiplied together. Sums and products of more would not fit in registers."""
-
 
 OVERLAPPING = {"launch_pdl": True}
 """The option of a launch that may begin while the kernel before it ends. Such a kernel begins with `await_launch`."""

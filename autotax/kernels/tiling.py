@@ -1,7 +1,7 @@
 """The order of work, as integer arithmetic: which tile, chunk or split a program takes next.
 
-These functions are plain Python that Triton also compiles. The kernels run the same lines that the property tests
-enumerate on the CPU. Only `+ - * // %`, comparisons and conditional expressions may be used here.
+These functions are plain Python that Triton also compiles. The kernels run the same lines that the property tests enumerate on
+the CPU. Only `+ - * // %`, comparisons and conditional expressions may be used here.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 
 def grouped(tile, rows, cols, group):
-    """Walks a grid of rows x cols tiles in bands of `group` rows, down each column of the band; a bijection for any
-    sizes.
+    """Walks a grid of rows x cols tiles in bands of `group` rows, down each column of the band; a bijection for any sizes.
 
     Returns row * cols + col. The last band may be lower (with a fixed group size some tiles would be skipped there).
     """
@@ -23,21 +22,19 @@ def grouped(tile, rows, cols, group):
 
 
 def remote_row(row, rows, world, interleaved):
-    """Returns which row block of the other ranks' shards is computed as the row-th. Step i is the shard of rank - i.
+    """Which row block of the other ranks' shards is computed as the row-th. Step i is the shard of rank - i.
 
-    The order is one source after the other ("ring"), or one row block of every source in turn ("interleaved").
-    Returns step * rows + row block with step in 1..world-1; a bijection from range((world-1)*rows).
+    The order is one source after the other ("ring"), or one row block of every source in turn ("interleaved"). Returns step *
+    rows + row block with step in 1..world-1; a bijection from range((world-1)*rows).
     """
     others = world - 1 if world > 1 else 1
     return (1 + row % others) * rows + row // others if interleaved != 0 else rows + row
 
 
 def push_unit(unit, chunks, pieces, world, interleaved):
-    """Returns which (hop, chunk, piece) is pushed as the unit-th. Hop i goes to rank + i, so that its reader needs it
-    at step i.
+    """Which (hop, chunk, piece) is pushed as the unit-th. Hop i, to rank + i or from rank - i, is needed at step i.
 
-    The order also serves fetching. Then hop i comes from rank - i, and its reader needs it at step i too. Returns
-    (hop * chunks + chunk) * pieces + piece with hop in 1..world-1; a bijection from range((world-1)*chunks*pieces).
+    Returns (hop * chunks + chunk) * pieces + piece with hop in 1..world-1; a bijection from range((world-1)*chunks*pieces).
     """
     others = world - 1 if world > 1 else 1
     piece = unit % pieces
@@ -70,9 +67,7 @@ def last_block(item, whole, splits, blocks):
 
 
 def chiplet(program, programs, chiplets):
-    """Gives neighbouring work to programs that the hardware places on one chiplet (program % chiplets); a bijection
-    for any counts.
-    """
+    """Gives neighbouring work to programs of one chiplet, which is program % chiplets; a bijection for any counts."""
     per = (programs + chiplets - 1) // chiplets
     tall = programs % chiplets
     tall = chiplets if tall == 0 else tall
@@ -82,10 +77,9 @@ def chiplet(program, programs, chiplets):
 
 
 def place(row, rows, heads, share):
-    """Returns the place of a row (sequence * heads + head) when the rows of each rank are stored together. Rank r
-    owns heads r*share ... r*share + share - 1.
+    """The place of a row (sequence * heads + head) when the rows of each rank are stored together; a rank owns `share` heads.
 
-    Places are rank * (rows per rank) + sequence * share + local head; a bijection if heads is a multiple of share.
+    It is rank * (rows per rank) + sequence * share + local head; a bijection if heads is a multiple of share.
     """
     head = row % heads
     return (head // share * (rows // heads) + row // heads) * share + head % share
@@ -100,11 +94,9 @@ class Product(NamedTuple):
 
 
 def later_products(rank: int, world: int, products: str) -> list[Product]:
-    """Returns the GEMM calls after the one on this rank's shard, in order. Runs on the host only. `products` is the
-    parameter of the space.
+    """The GEMM calls after the one on this rank's shard, in order, for the parameter `products`. Runs on the host only.
 
-    With `two` the first call takes the sources below this rank, whose shards arrive first. The second takes the
-    sources above it.
+    With `two` the first takes the sources below this rank, whose shards arrive first, and the second those above it.
     """
     if products == "one":
         return [Product((1, world), (0, world))]
@@ -121,9 +113,7 @@ PIECES = {"halves": 2}
 
 
 def last_pieces(rows: int, products: str) -> list[tuple[int, int]]:
-    """Returns the rows (first, end) of each piece of the last shard. Pieces have equal heights, but the last may be
-    lower or empty.
-    """
+    """The rows (first, end) of each piece of the last shard. The last piece may be lower or empty."""
     count = PIECES.get(products, 1)
     height = -(-rows // count)
     return [(min(piece * height, rows), min((piece + 1) * height, rows)) for piece in range(count)]
@@ -137,11 +127,10 @@ def pieces(tiles, whole, splits):
 
 
 def dealt_out(items, programs, comm, splits):
-    """How many work items are assigned statically, round robin, to the programs that do not communicate. Their loop
-    over whole tiles is one pipeline. Programs that become free take the remaining items.
+    """How many work items are assigned statically, round robin, to programs that do not communicate: one pipeline.
 
-    All items are assigned statically, unless the `comm` programs can save a wave by joining; then the last two waves
-    are not. With `splits` > 1 no item is assigned statically, because parts are shorter than whole tiles.
+    Programs that become free take the other items. All are assigned, unless the `comm` programs can save a wave by joining; then
+    the last two waves are not. With `splits` > 1 none is, because parts are shorter than whole tiles.
     """
     workers = programs - comm
     waves = (items + programs - 1) // programs
@@ -152,11 +141,9 @@ def dealt_out(items, programs, comm, splits):
 # Orders of work for GPUs of several dies with an L2 each. Integer arithmetic for kernels, like the functions above.
 
 def remapped(item, first, end, programs, dies):
-    """Permutes the items first ... end - 1 among programs that take every `programs`-th item, so that programs of one
-    die compute neighbouring items at a time; a bijection for any numbers.
+    """Permutes the items first ... end - 1 so that programs of a die compute neighbouring items; a bijection for any numbers.
 
-    With `grouped` in groups as high as the grid, a die has some whole columns of tiles of each wave. These columns
-    form a strip of N, in which the die walks along M.
+    With `grouped` in groups as high as the grid, a die has whole columns of tiles of each wave: a strip of N, walked along M.
     """
     wave = item - item % programs
     start = wave if wave > first else first
@@ -224,9 +211,7 @@ def parts_of(y: int) -> list[int]:
 
 
 def box_row(number, rows, strips, chunk):
-    """The first row of the number-th box of a shard. A row of boxes has `strips` boxes. A chunk has `chunk` rows, the
-    last one fewer.
-    """
+    """The first row of the number-th box of a shard. A row of boxes has `strips` boxes; the last chunk may have fewer rows."""
     first = number // (chunk // 64 * strips) * chunk
     high = (chunk if rows - first > chunk else rows - first) // 64
     return first + (number - first // 64 * strips) % high * 64
@@ -240,9 +225,7 @@ def box_strip(number, rows, strips, chunk):
 
 
 def boxes_of(group, part, rows, cols, span, chunk):
-    """How many boxes a K group of `span` columns has in the part-th chunk. Its flag is raised after that many boxes
-    have been written.
-    """
+    """How many boxes a K group of `span` columns has in the part-th chunk; its flag is raised after as many."""
     width = span if cols - group * span > span else cols - group * span
     high = chunk if rows - part * chunk > chunk else rows - part * chunk
     return (width + 63) // 64 * (high // 64)

@@ -313,7 +313,7 @@ class FlashDecode(SizedModule):
                 if more:
                     require_apart("out", out, **dict(zip(compress(MORE, self._brings), more, strict=True)))
                 increment_version((out,))
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:
             inputs = {"q": q, "k_shard": k, "v_shard": v, "kv_lens": lengths, "block_table": table, "out": out}
             q, k, v, lengths, table, out, starts, scales, sinks = resolved(
                 error, **inputs, kv_starts=starts, kv_scales=scales, sinks=sinks
@@ -391,7 +391,9 @@ class FlashDecode(SizedModule):
         Raises UsageError for a call that this rank refuses, and for lengths and page numbers beyond the cache.
         """
         q, k, v, lengths, table, entry = self._checked(q, k, v, lengths, table, out)
-        self._checked_more(entry[1], starts, scales, sinks)
+        more = self._checked_more(entry[1], starts, scales, sinks)
+        if out is not None:
+            require_apart("out", out, **dict(zip(compress(MORE, self._brings), more, strict=True)))
         room = k.shape[2] if table is None else table.shape[1] * k.shape[1]
         if starts is not None and bool(((starts < 0) | (starts > lengths)).any()):
             raise UsageError(

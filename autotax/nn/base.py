@@ -7,7 +7,7 @@ import copy
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +16,8 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
@@ -69,6 +71,8 @@ class Unknown(Enum):
 
 
 Group = dist.ProcessGroup | None | Unknown
+NOT_IN: Any = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None
+"""What torch returns instead of a new group where this rank is none of its ranks."""
 
 
 def module_of(handle: int) -> Any:
@@ -110,7 +114,8 @@ class Module(torch.nn.Module):
     handle: int
     """Names this module to torch.ops.autotax.*; ranks have equal handles only if they have made the same modules."""
     _ready: bool
-    _closed: bool
+    _closed: bool | str
+    """Whether no call may follow; a text says why if `close` is not the reason."""
     _choices: tuple[SizeChoice, ...]
     _world: World | None
     _calls_of_group: GroupCalls | None
@@ -129,6 +134,11 @@ class Module(torch.nn.Module):
         self, group: dist.ProcessGroup | None, db: Any, check: bool | None, prove: bool | float = False, device: Any = None
     ) -> None:
         super().__init__()
+        if not (group is None or group is NOT_IN or isinstance(group, dist.ProcessGroup)):
+            raise UsageError(
+                f"group is of type {type(group).__name__}; it must be a torch.distributed.ProcessGroup, or None for all ranks: "
+                "give one, of a DeviceMesh its get_group()"
+            )
         self._where = None if device is None else torch.device(device)
         self._prove = prove
         self._group: Group = group
@@ -189,6 +199,11 @@ class Module(torch.nn.Module):
                 "call prepare(group) on all of them"
             )
         device = self._place()
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            raise UsageError(
+                f"this {type(self).__name__} is prepared under FakeTensorMode, whose tensors have no values: "
+                "make it on the meta device, or outside"
+            )
         if device.type == "meta":
             raise UsageError(
                 f"this {type(self).__name__} is on the meta device; it must have values: "
@@ -223,6 +238,8 @@ class Module(torch.nn.Module):
     def _hold(self, **tensors: Tensor | None) -> None:
         """Takes tensors as parameters or buffers of these names."""
         for name, tensor in tensors.items():
+            if not (isinstance(tensor, Tensor) or (tensor is None and name != "weight")):
+                raise UsageError(f"{name} is of type {type(tensor).__name__}; it must be a torch.Tensor: give one")
             if tensor is None or isinstance(tensor, torch.nn.Parameter):
                 self.register_parameter(name, tensor)
             else:
@@ -246,6 +263,10 @@ class Module(torch.nn.Module):
         if not self._ready or self._changed():
             self.prepare()
 
+    def _besides(self) -> str:
+        """Describes options that the problems do not name, and that must be the same on all ranks too."""
+        return ""
+
     def _agreed(self, problems: Callable[[], list[P]], conditions: Conditions | None) -> tuple[list[P], Conditions]:
         """The problems to prepare for and the conditions of calls, after a check that all ranks have the same ones.
 
@@ -263,7 +284,7 @@ class Module(torch.nn.Module):
             return prepared_for, deployed_as(conditions, on_gpu)
 
         prepared_for, deployed = all_or_none(self._world, here)
-        keys = ", ".join(problem.key for problem in prepared_for)
+        keys = ", ".join([*(problem.key for problem in prepared_for), *filter(None, [self._besides()])])
         how = f"deployed as {deployed.key}{', checked' * self._check}{f', proven for {self._prove}' if self._prove else ''}"
         require_alike(self._world, type(self).__name__, f"{keys}, {how}")
         self._choices = tuple(SizeChoice(problem, None) for problem in prepared_for)
@@ -367,7 +388,8 @@ class Module(torch.nn.Module):
         Waits for the device. Afterwards the module is unusable, and calls raise MachineError.
         """
         operators = self._prepared.operators if self._prepared else []
-        return next((note for operator in operators if operator and (note := operator.failure())), None)
+        with _disable_current_modes():  # a call may be traced with tensors without values; these have some
+            return next((note for operator in operators if operator and (note := operator.failure())), None)
 
     # Copies.
 
@@ -386,7 +408,9 @@ class Module(torch.nn.Module):
         """A copy with the same group and its own tensors. Its first call, or `prepare`, is collective."""
         other = memo[id(self)] = type(self).__new__(type(self))
         kept = {name: vars(self)[name] for name in ("_group", "_db", "_like") if name in vars(self)}
-        state = {name: value for name, value in self.__getstate__().items() if name not in kept}
+        # A parametrized module refuses __getstate__, as files cannot hold its class; torch's own can be copied nevertheless.
+        whole = Module.__getstate__(self) if is_parametrized(self) else self.__getstate__()
+        state = {name: value for name, value in whole.items() if name not in kept}
         other.__setstate__(copy.deepcopy(state, memo) | kept)
         return other
 
@@ -431,7 +455,8 @@ class Module(torch.nn.Module):
 
     def _require_open(self) -> None:
         if self._closed:
-            raise UsageError(f"this {type(self).__name__} was closed: make another")
+            why = self._closed if isinstance(self._closed, str) else "was closed"
+            raise UsageError(f"this {type(self).__name__} {why}: make another")
 
     def _warn(self, notes: list[str]) -> None:
         if notes:
@@ -506,7 +531,18 @@ class SizedModule(Module):
 def _let_all_go() -> None:
     """Drops the groups of all modules that were not closed."""
     for module in list(_modules.values()):
-        module._let_go()
+        if not module._closed:
+            module._let_go()
+
+
+def _disown_all() -> None:
+    """Closes all modules in a forked child, which shares their memory and connections with its parent. It frees nothing."""
+    for module in list(_modules.values()):
+        calls, index, _ = module._guards
+        vars(module).update(_closed="belongs to the process that this one is a fork of", _guards=(calls, index, True))
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def require_current(device: torch.device) -> None:
@@ -542,6 +578,13 @@ def first_size(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 0
 
 
+def several(sizes: Any) -> tuple[Any, ...]:
+    """The sizes that were given. Raises UsageError for what is no list."""
+    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+        raise UsageError(f"sizes is {sizes!r}; it must be a list of whole numbers: give one, or none")
+    return tuple(sizes)
+
+
 def greatest_rows(max_m: Any, unit: int) -> int:
     """The greatest number of rows up to `max_m` that the unit divides. Raises UsageError."""
     if isinstance(max_m, bool) or not isinstance(max_m, int) or max_m < unit:
@@ -554,7 +597,7 @@ def sizes_up_to(most: int, step: int, sizes: Any) -> list[int]:
     """Sizes to prepare for: step, 2 step, 4 step ... and `most`, or the given sizes and `most`."""
     if sizes is None:
         return sorted({step << i for i in range((most // step).bit_length())} | {most})
-    wrong = [size for size in sizes if type(size) is not int or not 1 <= size <= most or size % step]
+    wrong = [size for size in several(sizes) if type(size) is not int or not 1 <= size <= most or size % step]
     if wrong:
         raise UsageError(
             f"sizes has {', '.join(map(repr, wrong))}; a size must be a multiple of {step} from {step} to {most}: give others"

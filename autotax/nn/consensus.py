@@ -142,6 +142,8 @@ def _answer(
         if answer.match == "fallback":
             return None, answer.reason if answer.passed_over else ""
         return Config(answer.variant, answer.params), ""
+    if not isinstance(config, Config):
+        raise UsageError(f"config is {config!r}; it must be an autotax.core.config.Config: give one, or none for a look-up")
     if why_not := space_for(problem, hardware).why_not(config):
         raise UsageError(f"config is {config}; it cannot be used for {problem.key}: {why_not}")
     return config, ""

@@ -135,7 +135,7 @@ def _gather(x: Tensor, weight: Tensor, module: int, keep: bool) -> tuple[Tensor,
 
 
 def _fake_gather(x: Tensor, weight: Tensor, module: int, keep: bool) -> tuple[Tensor, Tensor]:
-    _ = module_of(module).gradient
+    _ = module_of(module).ready_gradient()
     with torch.no_grad():
         return fake_gathered(x, weight, module) if keep else (fake_linear(x, weight, module), weight.new_empty(0))
 
@@ -152,7 +152,7 @@ def _gather_backward(ctx: Any, dy: Tensor | None, d_whole: Tensor | None = None)
     dx = d_weight = None
     with _once(dy if dy is not None else d_whole):
         if ctx.needs_input_grad[0] and dy is not None:
-            dx = torch.ops.autotax.linear_reduce_scatter(dy, weight, layer.gradient.handle)
+            dx = torch.ops.autotax.linear_reduce_scatter(dy, weight, layer.ready_gradient().handle)
         if ctx.needs_input_grad[0] and d_whole is not None:
             own = torch.ops.autotax.own_rows_of_sum(d_whole, ctx.module)
             dx = own if dx is None else dx + own
@@ -166,7 +166,7 @@ def _gather_backward(ctx: Any, dy: Tensor | None, d_whole: Tensor | None = None)
 
 
 def _fake_scatter(x: Tensor, weight: Tensor, module: int, *_: Tensor | None) -> Tensor:
-    _ = module_of(module).gradient
+    _ = module_of(module).ready_gradient()
     with torch.no_grad():
         return fake_linear(x, weight, module)
 
@@ -180,7 +180,7 @@ def _scatter_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     (x, weight), layer = ctx.saved_tensors, module_of(ctx.module)
     dx = d_weight = None
     with _once(dy):
-        other = layer.gradient.handle
+        other = layer.ready_gradient().handle
         if all(ctx.needs_input_grad[:2]):
             dx, whole = torch.ops.autotax.all_gather_linear_gathered(dy, weight, other)
         elif ctx.needs_input_grad[0]:

@@ -164,6 +164,7 @@ def _contiguous(pool: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
     beyond = torch.arange(pages * page, device=pool.device) >= lengths[:, None]
     table = table.masked_fill(beyond[:, ::page] | (table < 0) | (table >= len(pool)), 0)
     bits = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool  # torch cannot fill tensors of 8-bit floats
+    bits = bits if len(bits) else bits.new_zeros(1, *bits.shape[1:])  # a rank may hold no page
     mine = bits[table]  # [batch, pages, page, kv_heads, head_dim]
     # A partly filled page may hold any values after its tokens, and NaN times a weight of zero would be NaN.
     mine.masked_fill_(beyond.view(batch, pages, page, 1, 1), 0)

@@ -17,10 +17,10 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.nn import custom_ops  # noqa: F401 - registers torch.ops.autotax.*
-from autotax.nn.base import NO_OUT, remember
+from autotax.nn.base import NO_OUT, remember, several
 from autotax.nn.consensus import DTYPES
 from autotax.nn.fallback import all_gather, reduce_scatter
-from autotax.nn.tensor_checks import recorded, require_tensor, small
+from autotax.nn.tensor_checks import recorded, require_apart, require_no_tangent, require_recordable, require_tensor, small
 from autotax.nn.tuned import Tuned
 from autotax.operators.gather_attention import GatherAttention as Shape
 from autotax.spaces.gather_attention import LIBRARIES
@@ -70,7 +70,7 @@ class GatherAttention(Tuned):
     ) -> None:
         self._dtype = dtype
         self._shape = max_batch, q_heads, kv_heads, head_dim, "causal" if causal else "none", layout
-        self._lengths = sorted({*(sizes or ()), max_seq_len})
+        self._lengths = (*several(sizes or ()), max_seq_len)
         super().__init__((), group, device=device, db=db, conditions=conditions, config=config, check=check, prove=prove)
 
     def _blank(self) -> dict[str, Any]:
@@ -82,7 +82,8 @@ class GatherAttention(Tuned):
             raise UsageError(f"dtype is {self._dtype}; allowed are torch.bfloat16 and torch.float16: give one of these")
         batch, q_heads, kv_heads, dim, mask, layout = self._shape
         shape = batch, q_heads, kv_heads, dim
-        return [Shape(*shape, length, DTYPES[self._dtype], self.world_size, mask, layout) for length in self._lengths]
+        lengths = dict.fromkeys(self._lengths)
+        return [Shape(*shape, length, DTYPES[self._dtype], self.world_size, mask, layout) for length in lengths]
 
     def _make(self) -> None:
         if self._world is None:
@@ -114,6 +115,9 @@ class GatherAttention(Tuned):
         if is_grad_enabled() and recorded(q, k, v, out):
             if out is not None:
                 raise UsageError(NO_OUT)
+            if not is_compiling():
+                require_recordable(q=q, k=k, v=v)
+                require_no_tangent(q, k, v)
             result, _ = torch.ops.autotax.gather_attention_recorded(q, k, v, self.handle)
             return result
         if not is_compiling():
@@ -125,13 +129,21 @@ class GatherAttention(Tuned):
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
         """The body of `forward`; for the operators of torch.ops."""
+        self._compare_calls(q, k, v, out)
         problem, inputs = self._problem_of(q, k, v)
         if self._world is None:
             return self._alone(problem, inputs, out)
-        return super().forward(*inputs, out=out, problem=problem)
+        return self._call(*self._calls.get(problem) or self._choose(problem), inputs, out)
+
+    def _compare_calls(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
+        """See Module._compare."""
+        self._ensure_ready()
+        if self._guards[2]:
+            self._compare(lambda: self._described(*self._problem_of(q, k, v), out))
 
     def run_recorded(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The output and its log-sum-exps, float32 [batch, q_heads, tokens], for a call that torch records."""
+        self._compare_calls(q, k, v, None)
         problem, inputs = self._problem_of(q, k, v)
         if self._world is None:
             from autotax.kernels.gather_attention.vendor import attend  # brings Triton
@@ -179,6 +191,7 @@ class GatherAttention(Tuned):
     def _problem_of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Shape, tuple[Tensor, Tensor, Tensor]]:
         """The problem of a call, and its tensors as kernels take them. Raises UsageError."""
         self._ensure_ready()
+        require_no_tangent(q, k, v)
         most, device = self._most, self._device
         q, k, v = (small(name, tensor, self._dtype, device) for name, tensor in (("q", q), ("k", k), ("v", v)))
         if q.dim() != 4:
@@ -202,6 +215,7 @@ class GatherAttention(Tuned):
         if out is None:
             return o
         require_tensor("out", out, tuple(o.shape), self._dtype, self._device)
+        require_apart("out", out, q=inputs[0], k=inputs[1], v=inputs[2])
         return out.copy_(o)
 
     @property

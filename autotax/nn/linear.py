@@ -294,7 +294,9 @@ class RowParallelLinear(ParallelLinear):
         norm: AllReduceNorm | None = None,
         batch_invariant: bool | None = None,
     ) -> None:
-        norm = norm or next(iter(like._norm), None) if like else norm
+        norm = norm or next(iter(getattr(like, "_norm", ())), None)
+        if norm is not None and not isinstance(norm, AllReduceNorm):
+            raise UsageError(f"norm is of type {type(norm).__name__}; it must be an autotax.nn.AllReduceNorm: give one, or none")
         vars(self).update(_norm=(norm,) if norm else (), _apart={})
         super().__init__(
             weight, group, max_m, bias, layout, db, conditions, config, backward_config, sizes, like, check, prove,
@@ -334,8 +336,13 @@ class RowParallelLinear(ParallelLinear):
         if torch.is_grad_enabled() and recorded(x, self.weight, self.bias, norm_weight, residual):
             raise UsageError(NO_BACKWARD)
         first, norm = self._like[0] if self._like else self, self._norm[0]
+        if (residual is not None) is not norm.adds_residual:  # whichever way is the fastest
+            what, allowed = ("not given", "needs it: give it") if residual is None else ("given", "takes none: leave it out")
+            raise UsageError(f"residual is {what}; the layer's norm {allowed}, or make the norm for such calls")
         rows = math.prod(x.shape[:-1])
-        if rows and any(rows <= most for most in first._whole):
+        # One kernel adds no bias, and its norm is that of the layer that was prepared.
+        in_one = self.bias is None and norm is next(iter(first._norm), None)
+        if rows and in_one and any(rows <= most for most in first._whole):
             if is_compiling():
                 every = torch.ops.autotax.linear_all_reduce_normed(x, self.weight, norm_weight, first.handle, residual, scale)
                 return tuple(every)
@@ -365,11 +372,17 @@ class RowParallelLinear(ParallelLinear):
         """`normed` by one kernel, for a number of rows for which that is fastest."""
         norm = self._norm[0]
         _, index, check = self._guards
+
+        def usable(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...], dict[str, Tensor | None]]:
+            require_no_tangent(x, weight, norm_weight, residual)
+            x, weight, (_, shape, _) = self._checked(x, weight, None)
+            read = {"weight": norm_weight, "residual": residual, "scale": scale}
+            return x, weight, shape, norm.usable(torch.Size(shape), read)
+
         with on_device(index):
             if check:
-                self._compare(lambda: self._described(x, weight, None, None) + ", normed")
-            x, weight, (_, shape, _) = self._checked(x, weight, None)
-            tensors = norm.usable(torch.Size(shape), {"weight": norm_weight, "residual": residual, "scale": scale})
+                self._compare(lambda: self._described(x, weight, None, None) + ", normed" * bool(usable(x, weight)))
+            x, weight, shape, tensors = usable(x, weight)
             filled = {name: x.new_empty(size, dtype=dtype) for name, (size, dtype) in norm.forms(torch.Size(shape))[1].items()}
             a, *others = in_order(x=x, **tensors, **filled)
             kernel = next(kernel for most, kernel in self._whole.items() if len(a) <= most)
@@ -484,7 +497,8 @@ class LinearAllReduce(RowParallelLinear):
         made, self._whole = self._whole, {}
         weight = self.weight.detach().new_ones(self._features[1])
         faster: dict[int, Any] = {}
-        scale = torch.ones(1, device=self._device) if "scale" in norm.forms(torch.Size((1, len(weight))))[0] else None
+        scaled = "scale" in norm.forms(torch.Size((1, len(weight))))[0]
+        scale = torch.ones(1, dtype=torch.float32, device=self._device) if scaled else None
         for rows in (size for size in self._sizes() if norm.tuned_for(size) or size in made):
             x = self.weight.detach().new_zeros(rows, self._features[0])
             residual = x.new_zeros(rows, len(weight)) if norm.adds_residual else None

@@ -125,11 +125,13 @@ class ParallelLinear(Module):
         self._hold(weight=weight, bias=bias)
         self._asked = (max_m, conditions, config, backward_config, sizes)
         if like:
-            self._share(like)
+            self._share(like, batch_invariant)
         elif not weight.is_meta:
             self.prepare()
 
-    def _share(self, like: ParallelLinear) -> None:
+    def _share(self, like: ParallelLinear, requested: bool | None) -> None:
+        if not isinstance(like, ParallelLinear):
+            raise UsageError(f"like is of type {type(like).__name__}; it must be another parallel linear layer: give one")
         theirs = like.weight
         if self.weight.is_meta or theirs.is_meta:
             if self.weight.shape != theirs.shape or self.weight.dtype is not theirs.dtype:
@@ -137,6 +139,9 @@ class ParallelLinear(Module):
         else:
             require_tensor("weight", plain("weight", self.weight), tuple(theirs.shape), theirs.dtype, theirs.device)
         self._like = like._like or (like,)
+        if requested and not self._like[0]._invariant:
+            raise UsageError("batch_invariant is set, and `like` is a layer without it: make that one with it too")
+        self._invariant = self._like[0]._invariant
         self.handle = self._like[0].handle
 
     @property
@@ -336,7 +341,8 @@ class ParallelLinear(Module):
             with on_device(index):
                 return self.run(x, weight, out, bias, residual)
         if check:
-            self._compare(partial(self._described, x, weight, out, bias))  # closure variables would slow every call down
+            # Not a lambda: closure variables would slow every call down.
+            self._compare(partial(self._described, x, weight, out, bias, residual))
         try:
             # One expression accepts almost every call. For the others `_checked` finds the fault, or adds a kind of tensors.
             entry = state["_known"].get(x.shape)
@@ -397,7 +403,7 @@ class ParallelLinear(Module):
                 residual = aligned(residual)
                 if residual is original:
                     accepted[3].add(residual)
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:
             tensors = resolved(error, x=x, weight=weight, out=out, bias=bias, residual=residual)
             return self.run(*tensors)
         here = get_ident()
@@ -420,9 +426,16 @@ class ParallelLinear(Module):
         call(x, weight, out)
         out.add_(bias)  # type: ignore[arg-type]
 
-    def _described(self, x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None) -> str:
+    def _described(
+        self, x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None, residual: Tensor | None = None
+    ) -> str:
         """A description of the call, which must be the same on all ranks. Raises UsageError for what this rank refuses."""
-        x, *_ = self._checked(x, weight, out)
+        x, _, (_, shape, _) = self._checked(x, weight, out)
+        for name, added, form in (("bias", bias, shape[-1:]), ("residual", residual, shape)):
+            if added is not None:
+                usable = addend(name, added, form, x)
+                if out is not None:
+                    require_apart("out", out, **{name: usable})
         return f"x {x.dtype} {list(x.shape)}{' and a bias' * (bias is not None)}"
 
     def _checked(self, x: Tensor, weight: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Known]:
@@ -484,13 +497,19 @@ class ParallelLinear(Module):
             turned = LAYOUTS[1 - LAYOUTS.index(self._layout)]
             options = {"db": self._db, "conditions": conditions, "config": config, "sizes": sizes}
             options |= {"check": self._check, "prove": self._prove}
-            self._gradient = self._other(weight, group=self._group, max_m=max_m, layout=turned, **options) or self
-            if self._gradient is not self:  # from now on only the shape and type of its weight are read
-                self._gradient._buffers["weight"] = weight.new_empty(1).expand(weight.shape)
+            inner = self._other(weight, group=self._group, max_m=max_m, layout=turned, **options) or self
+            if inner is not self:  # from now on only the shape and type of its weight are read
+                inner._buffers["weight"] = weight.new_empty(1).expand(weight.shape)
+            # Not by an attribute's assignment: torch would register it as a submodule, and state_dict() would hold it.
+            vars(self)["_gradient"] = inner
 
     @property
     def gradient(self) -> Any:
-        """The layer for the backward of x, or this layer if that needs no other rank. Raises UsageError if it is not ready."""
+        """The layer for the backward of x, or this layer if that needs no other rank; None before `prepare_backward`."""
+        return self._gradient
+
+    def ready_gradient(self) -> Any:
+        """`gradient`. Raises UsageError if it is not ready."""
         if self._gradient is None:
             name = type(self).__name__
             raise UsageError(f"the backward of this {name} is not ready: call prepare_backward() on all ranks before")

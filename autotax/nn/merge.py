@@ -187,7 +187,8 @@ class DecodeMerge(SizedModule):
             with on_device(index):
                 return self.run(o, lse, out, merged, seq_lens, query_start_loc, requested=requested)
         if check:
-            self._compare(partial(self._described, o, lse, out, merged))  # closure variables would slow every call down
+            # Not a lambda: closure variables would slow every call down.
+            self._compare(partial(self._described, o, lse, out, merged, seq_lens, query_start_loc))
         try:
             # One expression accepts almost every call. For the others `_checked` finds the fault, or adds a kind of tensors.
             entry = state["_known"].get(o.shape)
@@ -230,7 +231,7 @@ class DecodeMerge(SizedModule):
                 merged = lse.new_empty(*lse_shape)
             else:
                 merged = self._unwanted[:tokens]
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:
             rows = {"seq_lens": seq_lens, "query_start_loc": query_start_loc}
             return self.run(*resolved(error, o=o, lse=lse, out=out, merged_lse=merged, **rows), requested=requested)
         lse = lse if lse.dim() == 2 else lse.view(tokens, lse.shape[-1])
@@ -260,15 +261,28 @@ class DecodeMerge(SizedModule):
             raise UsageError("seq_lens has no sequences; there must be one at least: give one of length 0")
         held = []
         for name, tensor, size in (("seq_lens", seq_lens, sequences), ("query_start_loc", query_start_loc, sequences + 1)):
-            if tensor.shape != (size,) or tensor.is_floating_point() or tensor.device != self._device:
+            if tensor.shape != (size,) or tensor.is_floating_point() or tensor.is_complex() or tensor.device != self._device:
                 described = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
                 raise UsageError(f"{name} is {described}; it must be torch.int32 [{size}] on {self._device}: give such a tensor")
             held.append(tensor.to(torch.int32).contiguous())
         return held[0], held[1]
 
-    def _described(self, o: Tensor, lse: Tensor, out: Tensor | None, merged: Tensor | None) -> str:
+    def _described(
+        self,
+        o: Tensor,
+        lse: Tensor,
+        out: Tensor | None,
+        merged: Tensor | None,
+        seq_lens: Tensor | None,
+        query_start_loc: Tensor | None,
+    ) -> str:
         """A description of the call, which must be the same on all ranks. Raises UsageError for what this rank refuses."""
         o, *_ = self._checked(o, lse, out, merged)
+        if seq_lens is not None or query_start_loc is not None:
+            self._held(seq_lens, query_start_loc)
+            written = {name: tensor for name, tensor in (("out", out), ("merged_lse", merged)) if tensor is not None}
+            for name, tensor in written.items():
+                require_apart(name, tensor, seq_lens=seq_lens, query_start_loc=query_start_loc)
         return f"o {o.dtype} {list(o.shape)}"
 
     def _checked(self, o: Tensor, lse: Tensor, out: Tensor | None, merged: Tensor | None) -> tuple[Tensor, Tensor, Known]:

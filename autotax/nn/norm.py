@@ -101,8 +101,11 @@ class AllReduceNorm(SizedModule):
     def _blank(self) -> dict[str, Any]:
         return super()._blank() | {"_alone": None, "_ordinal": -1}
 
+    def _besides(self) -> str:
+        return f"eps={self._eps!r}"
+
     def _greatest(self, dtype: str) -> Shape:
-        if not 0 < self._eps < math.inf:
+        if not (isinstance(self._eps, int | float) and 0 < self._eps < math.inf):
             raise UsageError(f"eps is {self._eps}; it must be a number above 0: give such a one")
         max_m, hidden, residual, quant, offset, *_ = self._asked
         return Shape(max_m, hidden, dtype, self.world_size, residual, quant, offset)
@@ -232,9 +235,8 @@ class AllReduceNorm(SizedModule):
                 read, entry = self._checked(read, results)
             call, _, written = entry
             brought = [(name, result) for name, result in results.items() if result is not None]
+            _require_known(brought, written)
             for name, result in brought:
-                if name not in written:
-                    raise UsageError(f"{name} is given; this module has no such result: leave it out")
                 if not _fits(result, written[name], self._ordinal):
                     require_tensor(name, result, *written[name], self._device)
             if brought and not in_place:
@@ -243,7 +245,7 @@ class AllReduceNorm(SizedModule):
                 name: x.new_empty(form[0], dtype=form[1]) if results[name] is None else results[name]
                 for name, form in written.items()
             }
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:
             return self.run(*resolved(error, **read, **results), in_place=in_place)
         if brought:
             increment_version(tuple(result for _, result in brought))
@@ -267,6 +269,7 @@ class AllReduceNorm(SizedModule):
             return y, total, *scales
         if is_grad_enabled() and recorded(total, weight):
             self._record()
+        require_no_tangent(total, weight)
         self._ensure_ready()
         with on_device(self._index):
             forms, written = self.forms(total.shape)
@@ -310,7 +313,10 @@ class AllReduceNorm(SizedModule):
 
     def _described(self, read: dict[str, Tensor | None], results: dict[str, Tensor | None]) -> str:
         """A description of the call, which must be the same on all ranks. Raises UsageError for what this rank refuses."""
-        x = self._checked(read, results)[0]["x"]
+        read, (_, _, written) = self._checked(read, results)
+        x, brought = read["x"], [(name, result) for name, result in results.items() if result is not None]
+        _require_known(brought, written)
+        _require_apart(read, brought)
         assert x is not None
         return f"x {x.dtype} {list(x.shape)}"
 
@@ -362,6 +368,12 @@ class AllReduceNorm(SizedModule):
 def _fits(tensor: Tensor | None, form: Form | None, ordinal: int) -> bool:
     """Whether a tensor has a form and can be used as it is; no tensor has no form."""
     return form is None if tensor is None else form is not None and ready(tensor, *form, ordinal)
+
+
+def _require_known(brought: list[tuple[str, Tensor]], written: dict[str, Form]) -> None:
+    for name, _ in brought:
+        if name not in written:
+            raise UsageError(f"{name} is given; this module has no such result: leave it out")
 
 
 def _require_apart(read: dict[str, Tensor | None], written: list[tuple[str, Tensor]]) -> None:

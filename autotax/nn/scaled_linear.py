@@ -25,7 +25,20 @@ from autotax.nn import custom_ops
 from autotax.nn.base import NO_OUT, Module, greatest_rows, increment_version, module_of, sizes_up_to
 from autotax.nn.fallback import all_gather, reduce_scatter
 from autotax.nn.groups import on_device
-from autotax.nn.tensor_checks import addend, aligned, plain, recorded, require_apart, require_no_tangent, require_tensor, small
+from autotax.nn.tensor_checks import (
+    addend,
+    aligned,
+    ordinal_of,
+    plain,
+    ready,
+    recorded,
+    require_apart,
+    require_no_tangent,
+    require_recordable,
+    require_tensor,
+    small,
+    usable,
+)
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.scaled import GROUP, SCALES_OF, laid_out, library_product, quantised, scales_of, scales_shape
@@ -36,17 +49,27 @@ NO_GRADIENT = (
     "x requires a gradient, and the weight is e4m3: make the layer with backward_weight, the weight in bf16, "
     "or call it under torch.no_grad()"
 )
+NO_GRADIENT_OF_CODES = (
+    "the weight in e4m3 or its scales require a gradient, which they cannot have: call requires_grad_(False) on them, "
+    "or call the layer under torch.no_grad()"
+)
+ONLY_WIDE = {"layout": "nk", "keep_gathered": True, "backward_config": None, "like": None, "norm": None, "batch_invariant": None}
+"""Options that only layers with a wide weight take, and the values that mean the same as none."""
 
 
-def layout_of(scales: Tensor, n: int, k: int) -> str:
-    """`tensor`, `row` or `block`: the layout of a weight's scales, by their shape. Raises UsageError."""
+def layout_of(scales: Tensor, n: int, k: int, quantize: str | None = None) -> str:
+    """`tensor`, `row` or `block`: the layout of a weight's scales, by their shape. Raises UsageError.
+
+    Scales [1, n] may be those of rows or of blocks, where k is 128 times n. They are of blocks if x is quantised so.
+    """
     if scales.dtype is torch.float32:
         if scales.numel() == 1:
             return "tensor"
-        if scales.numel() == n:
-            return "row"
-        if scales.shape == (ceil_div(n, GROUP), ceil_div(k, GROUP)):
+        of_rows, of_blocks = scales.shape in ((n,), (1, n), (n, 1)), scales.shape == (ceil_div(n, GROUP), ceil_div(k, GROUP))
+        if of_blocks and (not of_rows or quantize == "block"):
             return "block"
+        if of_rows:
+            return "row"
     raise UsageError(
         f"scales are {scales.dtype} {list(scales.shape)} for a weight [{n}, {k}]; allowed are float32 [1], [1, {n}] and "
         f"[{ceil_div(n, GROUP)}, {ceil_div(k, GROUP)}]: give one of these"
@@ -57,6 +80,8 @@ def behind_each_other(weights: tuple[Tensor, ...], scales: tuple[Tensor, ...]) -
     """Several weights [n_i, k] as one, and their scales. Scales of tensors become those of rows. Raises UsageError."""
     if len(weights) != len(scales) or len({weight.shape[1:] for weight in weights}) != 1:
         raise UsageError(f"{len(weights)} weights, {len(scales)} scales; weights must have equal rows: give scales for all")
+    if wrong := [weight for weight in weights if weight.dtype is not CODES or weight.dim() != 2]:
+        raise UsageError(f"a weight is {wrong[0].dtype} {list(wrong[0].shape)}; all must be {CODES} [n, k]: give such ones")
     layouts = [layout_of(scale, *weight.shape) for weight, scale in zip(weights, scales, strict=True)]
     whole = torch.cat([weight.detach().view(torch.uint8) for weight in weights]).view(CODES)
     if "block" not in layouts:
@@ -90,6 +115,8 @@ class ScaledLinear(Module):
     input_scale: Tensor | None
     _kernels: dict[int, Any]
     _plain: Any
+    _sides: tuple[int, int]
+    """Columns of the result, and elements of a row of x."""
 
     def __init__(
         self,
@@ -126,19 +153,35 @@ class ScaledLinear(Module):
         if not isinstance(weight, Tensor):
             columns = tuple(part.shape[0] for part in weight)
             weight, scales = behind_each_other(tuple(weight), tuple(scales))
-        assert isinstance(scales, Tensor)
-        if weight.dim() == 2 and not weight.is_contiguous() and weight.t().is_contiguous():
-            weight = weight.t()
+            bias = bias if bias is None or isinstance(bias, Tensor) else torch.cat(tuple(bias))
+        if weight.dim() != 2 or not isinstance(scales, Tensor):
+            described = f"{list(scales.shape)}" if isinstance(scales, Tensor) else type(scales).__name__
+            raise UsageError(f"weight is {list(weight.shape)}, scales {described}; give a weight [n, k] and a tensor of scales")
+        if not weight.is_contiguous() and weight.t().is_contiguous():
+            weight = _like(weight, weight.detach().t())
         n, k = weight.shape
-        layout, fitting = layout_of(scales, n, k), SCALES_OF.get(quantize or "", "")
+        layout, fitting = layout_of(scales, n, k, quantize), SCALES_OF.get(quantize or "", "")
+        if not (weight.is_meta or weight.is_contiguous()):
+            require_tensor("weight", weight, (n, k), CODES, weight.device)
+        if input_scale is not None and not (
+            isinstance(input_scale, Tensor) and input_scale.dtype is torch.float32 and input_scale.numel() == 1
+        ):
+            raise UsageError(f"input_scale is {_described(input_scale)}; it must be float32 [1]: give such a tensor")
+        if backward_weight is not None and backward_weight.shape != weight.shape:
+            raise UsageError(
+                f"backward_weight is {_described(backward_weight)}; it is the same weight in 16 bits, [{n}, {k}]: give that"
+            )
+        of_weight = scales
         if layout == "tensor" and fitting == "row":
-            scales, layout = scales.reshape(1, 1).expand(1, n), "row"
+            scales, layout = scales.detach().reshape(1, 1).expand(1, n), "row"
         if fitting and layout != fitting:
             raise UsageError(
                 f"quantize is {quantize!r} for a weight with scales {layout}; they must be {fitting}: give another quantize"
             )
-        shape = scales_shape(layout, n, k, weight=True)
-        self._hold(weight=weight, scales=scales.reshape(shape).contiguous(), bias=bias)
+        scales = scales.detach().reshape(scales_shape(layout, n, k, weight=True)).contiguous()
+        if not (scales.is_meta or usable(scales)):
+            scales = scales.clone()
+        self._hold(weight=weight, scales=_like(of_weight, scales), bias=bias)
         self._hold(input_scale=input_scale, backward_weight=backward_weight)
         self._wide_class, self.columns = wide_class, columns
         self.kind, self.layout, self.quantize, self.out_dtype = kind, layout, quantize, out_dtype
@@ -149,7 +192,7 @@ class ScaledLinear(Module):
     # Preparing.
 
     def _blank(self) -> dict[str, Any]:
-        return super()._blank() | {"_kernels": {}, "_plain": None}
+        return super()._blank() | {"_kernels": {}, "_plain": None, "_sides": (0, 0)}
 
     def _place(self) -> torch.device:
         return self.weight.device
@@ -175,6 +218,8 @@ class ScaledLinear(Module):
 
         prepared_for, deployed = self._agreed(problems, conditions)
         self._plain = PlainScaled(self)
+        n, k = self.weight.shape
+        vars(self)["_sides"] = n, k
         self._look_up(prepared_for, deployed, config)
 
     def _operators(self, requested: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Any]:
@@ -196,7 +241,7 @@ class ScaledLinear(Module):
         of_a: tuple[Tensor, ...] = ()
         if self.quantize is None:
             x = x.to(CODES)
-            scales = torch.ones(scales_shape(self.layout, rows, k, weight=False), device=self._device)
+            scales = torch.ones(scales_shape(self.layout, rows, k, weight=False), dtype=torch.float32, device=self._device)
             of_a = (laid_out(scales, self.layout, weight=False),)
         elif self.quantize == "static":
             assert self.input_scale is not None
@@ -223,21 +268,34 @@ class ScaledLinear(Module):
         n, k = weight.shape
         return k, n
 
-    def forward(self, x: Tensor, scales: Tensor | None = None, out: Tensor | None = None, residual: Tensor | None = None) -> Any:
+    def forward(
+        self,
+        x: Tensor,
+        scales: Tensor | None = None,
+        out: Tensor | None = None,
+        residual: Tensor | None = None,
+        *,
+        gathered: bool = False,
+    ) -> Any:
         """The result, or a tuple of views of it for several weights."""
+        if gathered:
+            raise UsageError("gathered is given to a layer with a weight in e4m3, which returns no gathered x: leave it out")
         y = self._forward(x, scales, out, residual)
         return y.split(self.columns, -1) if self.columns else y
 
     def _forward(self, x: Tensor, scales: Tensor | None, out: Tensor | None, residual: Tensor | None) -> Tensor:
+        if torch.is_grad_enabled():
+            if recorded(self.weight, self.scales, self.input_scale, scales):
+                raise UsageError(NO_GRADIENT_OF_CODES)
+            if recorded(x, out, residual, self.bias, self.backward_weight):
+                if is_compiling():
+                    raise UsageError(NO_GRADIENT)
+                return self._record(x, out, residual)
         if is_compiling():
-            if torch.is_grad_enabled() and recorded(x, residual, out):
-                raise UsageError(NO_GRADIENT)
             y: Tensor = torch.ops.autotax.scaled_linear(
                 x, scales, self.weight, self.scales, self.handle, self.input_scale, self.bias, residual
             )
             return y if out is None else out.copy_(y)
-        if torch.is_grad_enabled() and recorded(x, out, residual, self.bias, self.backward_weight):
-            return self._record(x, out, residual)
         return self.run(x, scales, self.weight, self.scales, self.input_scale, out, self.bias, residual)
 
     def run(
@@ -247,44 +305,70 @@ class ScaledLinear(Module):
         """`forward` with all tensors as arguments, for torch.ops."""
         self._ensure_ready()
         with on_device(self._index):
+            given = x, scales, weight, weight_scales, input_scale, out, bias, residual
             if self._guards[2]:
-                self._compare(lambda: f"x {x.dtype} {list(x.shape)}")
-            n, k = self.weight.shape
-            x_dtype = CODES if self.quantize is None else self.out_dtype
-            x = small("x", x, x_dtype, self._device)
-            require_no_tangent(x, out)
-            rows = math.prod(x.shape[:-1]) if x.dim() > 1 else 0
-            require_tensor("x", x, (*x.shape[:-1], k) if x.dim() > 1 else (rows, k), x_dtype, self._device)
-            of_x = self._scales_of_x(rows, scales, input_scale)
-            shape = self.shape_of(x.shape, n)
+                self._compare(lambda: f"x {x.dtype} {list(self._checked(*given)[0].shape)}")
+            x, of_x, weight, weight_scales, shape, bias, residual = self._checked(*given)
             if out is None:
                 out = torch.empty(shape, dtype=self.out_dtype, device=self._device)
             else:
-                require_tensor("out", out, shape, self.out_dtype, self._device)
-                require_apart("out", out, x=x, residual=residual)
                 increment_version((out,))
-            if bias is not None:
-                bias = aligned(addend("bias", bias, (n,), out))
-            if residual is not None:
-                if self.kind == "all_gather":
-                    raise UsageError("residual is given to an all-gather layer, which takes none: add it to the result")
-                residual = aligned(addend("residual", residual, shape, out))
-            if rows:
+            if x.numel():
+                n, k = self._sides
+                added = None if residual is None else residual.view(-1, n)
                 with self._guards[0]:
-                    flat = None if residual is None else residual.view(-1, n)
-                    self._call(x.view(-1, k), weight, of_x, weight_scales, out.view(-1, n), bias, flat)
+                    self._call(x.view(-1, k), weight, of_x, weight_scales, out.view(-1, n), bias, added)
         return out
 
-    def _scales_of_x(self, rows: int, scales: Tensor | None, input_scale: Tensor | None) -> tuple[Tensor, ...]:
+    def _checked(
+        self, x: Tensor, scales: Tensor | None, weight: Tensor, weight_scales: Tensor, input_scale: Tensor | None,
+        out: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor, Tensor, tuple[int, ...], Tensor | None, Tensor | None]:  # fmt: skip
+        """The tensors of a call as kernels take them, and the shape of the result. Raises UsageError."""
+        device, ordinal, (n, k) = self._device, ordinal_of(self._device), self._sides
+        x_dtype = CODES if self.quantize is None else self.out_dtype
+        require_no_tangent(x, scales, out, bias, residual)
+        x = small("x", x, x_dtype, device)
+        rows = math.prod(x.shape[:-1]) if x.dim() > 1 else 0
+        require_tensor("x", x, (*x.shape[:-1], k) if x.dim() > 1 else (rows, k), x_dtype, device)
+        of_scales = scales_shape(self.layout, n, k, weight=True)
+        if not ready(weight, (n, k), CODES, ordinal):
+            weight = plain("weight", weight)
+            require_tensor("weight", weight, (n, k), CODES, device)
+        if not ready(weight_scales, of_scales, torch.float32, ordinal):
+            weight_scales = small("scales", weight_scales, torch.float32, device)
+            require_tensor("scales", weight_scales, of_scales, torch.float32, device)
+        of_x = self._scales_of_x(x, rows, scales, input_scale)
+        shape = self.shape_of(x.shape, n)
+        if residual is not None and self.kind == "all_gather":
+            raise UsageError("residual is given to an all-gather layer, which takes none: add it to the result")
+        like = x.new_empty(0, dtype=self.out_dtype) if bias is not None or residual is not None else x
+        bias = None if bias is None else aligned(addend("bias", bias, (n,), like))
+        residual = None if residual is None else aligned(addend("residual", residual, shape, like))
+        if out is not None:
+            require_tensor("out", out, shape, self.out_dtype, device)
+            others = {"x": x, "weight": weight, "scales": weight_scales, "bias": bias, "residual": residual}
+            require_apart("out", out, **others, **{"scales of x": of_x[0] if of_x else None})
+        return x, of_x, weight, weight_scales, shape, bias, residual
+
+    def _scales_of_x(self, x: Tensor, rows: int, scales: Tensor | None, input_scale: Tensor | None) -> tuple[Tensor, ...]:
         """The scales of x that a kernel takes. Raises UsageError."""
         if self.quantize is not None:
             if scales is not None:
                 raise UsageError(f"scales are given, and quantize is {self.quantize!r}, which makes them: leave scales out")
-            return () if input_scale is None else (input_scale.view(1),)
-        shape = scales_shape(self.layout, rows, self.weight.shape[1], weight=False)
-        if scales is None or scales.dtype is not torch.float32 or scales.numel() != math.prod(shape):
-            described = "missing" if scales is None else f"{scales.dtype} {list(scales.shape)}"
-            raise UsageError(f"scales of x are {described}; they must be float32 {list(shape)}: give such")
+            if input_scale is None:
+                return ()
+            if not ready(input_scale, input_scale.shape, torch.float32, ordinal_of(self._device)) or input_scale.numel() != 1:
+                input_scale = small("input_scale", input_scale, torch.float32, self._device)
+                require_tensor("input_scale", input_scale, (1,), torch.float32, self._device)
+            return (input_scale.view(1),)
+        shape = scales_shape(self.layout, rows, self._sides[1], weight=False)
+        wanted = scales is not None and isinstance(scales, Tensor) and scales.dtype is torch.float32
+        if not wanted or scales.numel() != math.prod(shape) or scales.device != x.device or not (  # type: ignore[union-attr]
+            self.layout != "block" or scales.shape[-1:] == shape[-1:]  # type: ignore[union-attr]
+        ):
+            raise UsageError(f"scales of x are {_described(scales)}; they must be float32 {list(shape)}: give such")
+        assert scales is not None
         return (laid_out(plain("scales", scales).reshape(shape), self.layout, weight=False),)
 
     def _call(
@@ -313,10 +397,15 @@ class ScaledLinear(Module):
             raise UsageError(NO_GRADIENT)
         if out is not None:
             raise UsageError(NO_OUT)
+        require_recordable(x=x, bias=self.bias, residual=residual)
+        require_no_tangent(x, self.bias, residual)
         self.prepare_backward()
-        y: Tensor = _Recorded.apply(x, self.backward_weight, self)
-        for added in (self.bias, residual):
-            y = y if added is None else y + added
+        if self.kind == "all_gather":
+            if residual is not None:
+                raise UsageError("residual is given to an all-gather layer, which takes none: add it to the result")
+            product: Tensor = _Recorded.apply(x, self.backward_weight, None, None, self)
+            return product if self.bias is None else product + self.bias
+        y: Tensor = _Recorded.apply(x, self.backward_weight, self.bias, residual, self)
         return y
 
     def prepare_backward(self) -> None:
@@ -325,8 +414,9 @@ class ScaledLinear(Module):
         if self._gradient is None and self.backward_weight is not None:
             max_m, conditions, _, sizes = self._asked
             options = {"db": self._db, "conditions": conditions, "sizes": sizes}
-            self._gradient = self._wide_class(self.backward_weight.detach(), self._group, max_m, **options)
-            self._gradient.prepare_backward()
+            wide = self._wide_class(self.backward_weight.detach(), self._group, max_m, **options)
+            wide.prepare_backward()
+            vars(self)["_gradient"] = wide  # torch would register an assigned attribute as a submodule
 
     def extra_repr(self) -> str:
         n, k = self.weight.shape
@@ -334,25 +424,26 @@ class ScaledLinear(Module):
 
 
 class _Recorded(torch.autograd.Function):
-    """A call of a layer whose backward uses the weight in bf16. Bias and residual are added outside."""
+    """A call of a layer whose backward uses the weight in bf16. The bias of an all-gather layer is added outside."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: ScaledLinear) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, layer: ScaledLinear
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        return layer.run(x.detach(), None, layer.weight, layer.scales, layer.input_scale)
+        return layer.run(x.detach(), None, layer.weight, layer.scales, layer.input_scale, None, bias, residual)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs = [*ctx.needs_input_grad[:2], False, False, False]
+        needs = [*ctx.needs_input_grad[:2], False, *ctx.needs_input_grad[2:4]]
         dy = dy.contiguous()
         like = SimpleNamespace(
             saved_tensors=(x.to(weight.dtype), weight), module=ctx.layer._gradient.handle, kept=False, needs_input_grad=needs
         )
-        with torch.no_grad():
-            dx, d_weight, *_ = custom_ops.BACKWARD[ctx.layer.kind](like, dy.to(weight.dtype))
-        return dx, d_weight, None
+        dx, d_weight, _, d_bias, *d_residual = custom_ops.BACKWARD[ctx.layer.kind](like, dy.to(weight.dtype))
+        return dx, d_weight, d_bias, next(iter(d_residual), None), None
 
 
 class PlainScaled:
@@ -395,12 +486,34 @@ def made_for(wide_class: Any, kind: str, arguments: tuple[Any, ...], options: di
     options = dict(options)
     weight = arguments[0] if arguments else options.pop("weight", None)
     first = weight[0] if isinstance(weight, list | tuple) and weight else weight
-    if not isinstance(first, Tensor) or first.dtype is not CODES:
+    coded = isinstance(first, Tensor) and first.dtype is CODES
+    if "KIND" not in vars(wide_class):  # a class of the user, whose forward a ScaledLinear would not run
+        if coded:
+            raise UsageError(
+                f"{wide_class.__name__} is a class derived from the layer's, and weight is {CODES}, for which the layer is a "
+                "ScaledLinear: derive from nn.Module, and keep the layer as an attribute"
+            )
+        return None
+    if not coded:
         if "scales" in options or "quantize" in options:
             kind_of = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
             raise UsageError(f"scales or quantize are given for a weight of {kind_of}; only {CODES} takes them: leave them out")
         return None
+    for name, usual in ONLY_WIDE.items():
+        if options.pop(name, usual) not in (usual, False if usual is None else usual):
+            raise UsageError(f"{name} is given for a weight of {CODES}; only layers with a wider one take it: leave it out")
     return ScaledLinear(wide_class, kind, weight, options.pop("scales", None), *arguments[1:], **options)
+
+
+def _described(tensor: Any) -> str:
+    if tensor is None:
+        return "missing"
+    return f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else f"of type {type(tensor).__name__}"
+
+
+def _like(given: Tensor, tensor: Tensor) -> Tensor:
+    """`tensor`, as a Parameter if `given` is one."""
+    return torch.nn.Parameter(tensor, given.requires_grad) if isinstance(given, torch.nn.Parameter) else tensor
 
 
 def _run(

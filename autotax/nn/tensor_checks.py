@@ -31,7 +31,11 @@ IN_OPS = 2
 """Marks calls within torch.ops: their dispatch keys differ from those of eager calls, so FlashDecode keeps tests for both."""
 WRITTEN = "out", "merged_lse", "residual_out", "scales_out"
 """Names of tensors that calls write."""
+NEEDED = "x", "weight", "q", "k_shard", "v_shard", "kv_lens", "o", "lse"
+"""Names of tensors that calls cannot do without."""
 NO_TANGENTS = "a tensor has a tangent of forward-mode differentiation, which has no rule here: give unpack_dual(tensor).primal"
+TRACED = "is in a call that a tracer records (torch.jit.trace, make_fx), which does not see kernels: use torch.compile or export"
+PROXY = torch._C._TorchDispatchModeKey.PROXY
 TRANSFORMED = "a transform of torch.func (vmap, jvp ...) calls this, which has no rule for it: call it outside"
 
 
@@ -49,6 +53,8 @@ def plain(name: str, tensor: Tensor) -> Tensor:
     Raises:
         UsageError: the values lie elsewhere, or in another form.
     """
+    if torch._C._get_tracing_state() is not None or torch._C._get_dispatch_mode(PROXY) is not None:
+        raise UsageError(f"{name} {TRACED}")
     if type(tensor) not in PLAIN and isinstance(tensor, Tensor):
         tensor = _unwrapped(tensor)
     if type(tensor) in PLAIN and not _unlike_memory(tensor):
@@ -131,6 +137,8 @@ def require_recordable(**tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and not _awaitable(tensor):
             require_values(name, tensor)
+            if tensor.is_meta:  # torch would run the operator without values, and return memory as it was
+                raise UsageError(f"{name} is on the meta device; kernels need values: give a tensor on the module's device")
 
 
 def _a(noun: str) -> str:
@@ -286,8 +294,12 @@ def _range_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def recorded(*tensors: Tensor | None) -> bool:
-    """Whether torch would record a call with these tensors, while recording is on."""
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    """Whether torch would record a call with these tensors, while recording is on. Raises UsageError for what is no tensor."""
+    try:
+        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    except AttributeError:
+        others = [type(tensor).__name__ for tensor in tensors if tensor is not None and not hasattr(tensor, "requires_grad")]
+        raise UsageError(f"a call has an argument of type {', '.join(others)}; it must be a torch.Tensor: give one") from None
 
 
 def require_no_tangent(*tensors: Tensor | None) -> None:
@@ -299,7 +311,7 @@ def require_no_tangent(*tensors: Tensor | None) -> None:
             raise UsageError(NO_TANGENTS)
 
 
-def resolved(error: RuntimeError, **tensors: Tensor | None) -> list[Any]:
+def resolved(error: RuntimeError | AttributeError, **tensors: Tensor | None) -> list[Any]:
     """Resolves the input tensors of a call after torch reported that one has no memory or no shape.
 
     Raises UsageError for a tensor that cannot be resolved, and `error` if no tensor explains it.
@@ -316,5 +328,7 @@ def resolved(error: RuntimeError, **tensors: Tensor | None) -> list[Any]:
     if all(one is other for one, other in zip(made, tensors.values(), strict=True)):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise UsageError(TRANSFORMED) from error
+        if missing := [name for name, tensor in tensors.items() if tensor is None and name in NEEDED]:
+            raise UsageError(f"{', '.join(missing)} is None; the call needs it: give a torch.Tensor") from error
         raise error
     return made

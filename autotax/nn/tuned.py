@@ -17,8 +17,7 @@ from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.nn.base import Module, increment_version
 from autotax.nn.consensus import require_alike
-from autotax.nn.groups import capturing
-from autotax.nn.tensor_checks import plain, require_apart, require_no_tangent, require_tensor
+from autotax.nn.tensor_checks import plain, recorded, require_apart, require_no_tangent, require_tensor
 from autotax.operators import registry
 from autotax.operators.inputs import Call
 from autotax.operators.verification import make_inputs
@@ -98,24 +97,21 @@ class Tuned(Module):
         """The output of one call, in `out` if that is given. Enqueues on the current stream of the module's device."""
         self._ensure_ready()
         requested = problem or self._problems[0]
+        if self._guards[2]:
+            self._compare(lambda: self._described(requested, inputs, out))
         return self._call(*self._calls.get(requested) or self._choose(requested), inputs, out)
+
+    def _described(self, problem: Problem, inputs: tuple[Tensor, ...], out: Tensor | None) -> str:
+        """A description of the call, which must be the same on all ranks. Raises UsageError for what this rank refuses."""
+        kernel, like = self._calls.get(problem) or self._choose(problem)
+        self._usable(kernel, like, inputs, out)
+        return problem.key
 
     def _call(self, kernel: Any, like: Call, inputs: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
         """Enqueues a call of a kernel, after a check that its tensors are as those of `like`."""
-        if self._watchdog and self._guards[2] and not capturing(self._device):
-            self._watchdog.look()
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *([out] if out is not None else []))):
-            self._record(*inputs, out)
-        require_no_tangent(*inputs, out)
-        if len(inputs) != len(like.tensors):
-            raise UsageError(f"{len(inputs)} inputs given; {kernel.problem.op} takes {len(like.tensors)}: give as many")
-        inputs = tuple(plain(f"input {number}", tensor) for number, tensor in enumerate(inputs, 1))
-        for number, (tensor, expected) in enumerate(zip(inputs, like.tensors, strict=True), 1):
-            require_tensor(f"input {number}", tensor, tuple(expected.shape), expected.dtype, self._device)
+        inputs = self._usable(kernel, like, inputs, out)
         made = torch.empty(like.out.shape, dtype=like.out.dtype, device=self._device) if out is None else out
         if out is not None:
-            require_tensor("out", out, tuple(like.out.shape), like.out.dtype, self._device)
-            require_apart("out", out, **{f"input {number}": tensor for number, tensor in enumerate(inputs, 1)})
             increment_version((out,))
         with self._guards[0]:
             result = kernel(*inputs, made)
@@ -123,8 +119,25 @@ class Tuned(Module):
             return made
         return result if out is None else out.copy_(result)
 
+    def _usable(self, kernel: Any, like: Call, inputs: tuple[Tensor, ...], out: Tensor | None) -> tuple[Tensor, ...]:
+        """The inputs of a call as kernels take them. Raises UsageError."""
+        if torch.is_grad_enabled() and recorded(*inputs, out):
+            self._record(*inputs, out)
+        require_no_tangent(*inputs, out)
+        if len(inputs) != len(like.tensors):
+            raise UsageError(f"{len(inputs)} inputs given; {kernel.problem.op} takes {len(like.tensors)}: give as many")
+        inputs = tuple(plain(f"input {number}", tensor) for number, tensor in enumerate(inputs, 1))
+        for number, (tensor, expected) in enumerate(zip(inputs, like.tensors, strict=True), 1):
+            require_tensor(f"input {number}", tensor, tuple(expected.shape), expected.dtype, self._device)
+        if out is not None:
+            require_tensor("out", out, tuple(like.out.shape), like.out.dtype, self._device)
+            require_apart("out", out, **{f"input {number}": tensor for number, tensor in enumerate(inputs, 1)})
+        return inputs
+
     def _choose(self, problem: Problem) -> tuple[Any, Call]:
         """The kernel of a problem, and tensors without memory that have the shapes of a call. Host work, done once."""
+        if not isinstance(problem, Problem):
+            raise UsageError(f"problem is of type {type(problem).__name__}; it must be a Problem: give one, or none")
         candidates = self._kernels.get(problem) or [
             fit for kernels in self._kernels.values() for kernel in kernels if (fit := self._fitted(kernel, problem))
         ]

@@ -165,7 +165,7 @@ _KERNELS, _SPACES = "autotax.kernels.decode_merge", "autotax.spaces.decode_merge
 
 operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", f"{_SPACES}:bsp", role="baseline")
 operator.variant("gather", f"{_KERNELS}.gather:Gather", f"{_SPACES}:gather")
-operator.variant("fine_grained", f"{_KERNELS}.fine_grained:FineGrained", f"{_SPACES}:fine_grained")
+operator.variant("fine_grained", f"{_KERNELS}.gather:FineGrained", f"{_SPACES}:fine_grained")
 operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}:words")
-operator.variant("compact", f"{_KERNELS}.compact:Compact", f"{_SPACES}:compact")
-operator.peer("gather_reduce", f"{_KERNELS}.peers:GatherAndReduce")
+operator.variant("compact", f"{_KERNELS}.words:Compact", f"{_SPACES}:compact")
+operator.peer("gather_reduce", f"{_KERNELS}.bsp:GatherAndReduce")

@@ -374,11 +374,11 @@ _ROUNDS = Step("rounds", "programs that do not all run at once, as those of resi
 
 operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", f"{_SPACES}:bsp", role="baseline")
 operator.variant(
-    "gather", f"{_KERNELS}.gather:Gather", f"{_SPACES}:gather", role="ladder",
+    "gather", f"{_KERNELS}.bsp:Gather", f"{_SPACES}:gather", role="ladder",
     step=Step("library", "the collective of the library in place of a kernel that pushes"),
 )  # fmt: skip
 operator.variant(
-    "fine_grained", f"{_KERNELS}.fine_grained:FineGrained", f"{_SPACES}:fine_grained", role="ladder",
+    "fine_grained", f"{_KERNELS}.bsp:FineGrained", f"{_SPACES}:fine_grained", role="ladder",
     step=Step("bulk-synchronous", "a merge that waits for all ranks at once, not for each"),
 )  # fmt: skip
 operator.variant(
@@ -386,7 +386,7 @@ operator.variant(
     step=Step("locality", "results of the local merge that go through memory to a kernel that sends them"),
 )  # fmt: skip
 operator.variant(
-    "single", f"{_KERNELS}.single:Single", f"{_SPACES}:single",
+    "single", f"{_KERNELS}.fused:Single", f"{_SPACES}:single",
     step=Step("kernels", "three kernels in place of one"),
 )  # fmt: skip
 operator.variant("resident", f"{_KERNELS}.resident:Resident", f"{_SPACES}:resident", step=_ROUNDS)

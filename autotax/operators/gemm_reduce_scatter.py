@@ -160,15 +160,15 @@ operator.variant("bsp", f"{_KERNELS}.bsp:bsp", f"{_SPACES}:bsp", role="baseline"
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed")
 operator.variant("two_kernel", f"{_KERNELS}.two_kernel:TwoKernel", f"{_SPACES}:two_kernel")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push", invariant=_uncut)
-operator.variant("pull_reduce", f"{_KERNELS}.pull_reduce:PullReduce", f"{_SPACES}:pull_reduce", invariant=_uncut)
+operator.variant("pull_reduce", f"{_KERNELS}.push:PullReduce", f"{_SPACES}:pull_reduce", invariant=_uncut)
 operator.variant(
     "push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized", invariant=_uncut
 )
 operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}:words")
-operator.variant("scaled_decomposed", f"{_KERNELS}.scaled_decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
-operator.variant("scaled_two_kernel", f"{_KERNELS}.scaled_two_kernel:ScaledTwoKernel", f"{_SPACES}:scaled_two_kernel")
-operator.variant("scaled_specialized", f"{_KERNELS}.scaled_specialized:ScaledSpecialized", f"{_SPACES}:scaled_specialized")
-operator.variant("scaled_words", f"{_KERNELS}.scaled_words:ScaledWords", f"{_SPACES}:scaled_words")
+operator.variant("scaled_decomposed", f"{_KERNELS}.decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
+operator.variant("scaled_two_kernel", f"{_KERNELS}.two_kernel:ScaledTwoKernel", f"{_SPACES}:scaled_two_kernel")
+operator.variant("scaled_specialized", f"{_KERNELS}.push_specialized:ScaledSpecialized", f"{_SPACES}:scaled_specialized")
+operator.variant("scaled_words", f"{_KERNELS}.words:ScaledWords", f"{_SPACES}:scaled_words")
 
 
 def _even(problem: GemmReduceScatter) -> bool:

@@ -83,6 +83,6 @@ def bound(problem: HeadGather, hardware: Hardware, _: Rates) -> dict[str, float]
 
 _KERNELS, _SPACES = "autotax.kernels.head_gather", "autotax.spaces.head_gather"
 
-operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", role="baseline")
-operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
-operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}:words")
+operator.variant("bsp", f"{_KERNELS}:Bsp", role="baseline")
+operator.variant("push", f"{_KERNELS}:Push", f"{_SPACES}:push")
+operator.variant("words", f"{_KERNELS}:Words", f"{_SPACES}:words")

@@ -242,7 +242,7 @@ def library_product(
 
 
 def scales_of(values: Tensor, quantize: str, most: float = float("inf")) -> Tensor:
-    """The scales of A [rows, k] with quantize `row` or `block`, in the layout of kernels; see `autotax.kernels.quantise`."""
+    """The scales of A [rows, k] with quantize `row` or `block`, in the layout of kernels; see `kernels.scaled_product`."""
     import torch
 
     held = values.float()

@@ -221,7 +221,7 @@ def attention_seeds(problem: FlashDecode, hardware: Hardware) -> list[dict[str, 
 
 
 def protocols(problem: FlashDecode) -> tuple[Value, ...]:
-    """Choices for the exchange: stores followed by a flag, or words that carry the epoch (kernels.flash_decode.ll_packets)."""
+    """Choices for the exchange: stores followed by a flag, or words that carry the epoch (kernels.flash_decode.exchange)."""
     few = problem.out_rows * problem.head_dim <= MOST_WORDS
     return ("flags", "ll") if few else ("flags",)
 

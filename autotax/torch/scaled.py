@@ -72,6 +72,8 @@ def _require(a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype | None, b
 
 def _layout(scale_a: Tensor, scale_b: Tensor, rows: int, whole: int) -> str:
     """`tensor` or `row`. Raises NotTaken. `rows` are those of a shard of A, `whole` those of A."""
+    if scale_a.dtype is not torch.float32 or scale_b.dtype is not torch.float32:
+        raise NotTaken(f"scales are {scale_a.dtype} and {scale_b.dtype}; kernels take float32")
     count = scale_a.numel()
     if count == scale_b.numel() == 1:
         return "tensor"
@@ -123,7 +125,7 @@ class ScaledGatherCall(Call):
             scales = scales[kernel.context.rank * len(x) :][: len(x)]
         scales = aligned(laid_out(scales.view(-1, 1) if layout == "row" else scales, layout, weight=False))
         shape = (1, -1) if layout == "row" else (1,)
-        of_b = [scale.reshape(shape).contiguous() for scale in scales_b]
+        of_b = [aligned(scale.reshape(shape).contiguous()) for scale in scales_b]
         outs = [b.new_empty(problem.m, b.shape[1], dtype=dtype) for b, dtype in zip(bs, self.dtypes, strict=True)]
         kernel(x, aligned(bs[self.first].t()), scales, of_b[self.first], outs[self.first])
         codes, whole_scales = gathered_codes(kernel, x, scales)
@@ -164,7 +166,7 @@ class ScaledScatterCall(Call):
         of_a, of_b = ((-1, 1), (1, -1)) if layout == "row" else ((1,), (1,))
         out = a.new_empty(problem.out_rows, problem.n, dtype={name: dtype for dtype, name in RESULTS.items()}[problem.result])
         scales = aligned(scale_a.reshape(of_a).contiguous())
-        kernel(ready(a.reshape(-1, problem.k)), aligned(b.t()), scales, scale_b.reshape(of_b).contiguous(), out)
+        kernel(ready(a.reshape(-1, problem.k)), aligned(b.t()), scales, aligned(scale_b.reshape(of_b).contiguous()), out)
         if self.average:
             out.div_(problem.world_size)
         lead = a.shape[:-1] if shape is None else shape[:-1]
@@ -214,8 +216,8 @@ def all_gather_scaled_matmul(
     dtypes = [_dtype(dtype) for dtype in out_dtypes]
     more = list(zip(dtypes, biases, result_scales, strict=True))
     odd = any(tensor is not None for tensor in (*biases, *result_scales))
-    of_b = [(B.shape, B.stride(), B.dtype, scale.numel()) for B, scale in zip(Bs, B_scales, strict=True)]
-    key = (GATHER_SCALED, A.shape, A.dtype, gather_dim, A_scale.numel(), *of_b, *dtypes, odd)
+    of_b = [(B.shape, B.stride(), B.dtype, scale.numel(), scale.dtype) for B, scale in zip(Bs, B_scales, strict=True)]
+    key = (GATHER_SCALED, A.shape, A.dtype, gather_dim, A_scale.numel(), A_scale.dtype, *of_b, *dtypes, odd)
     plan = plan_of(
         key, group_name, A.device, lambda ranks: ScaledGatherCall.of(A, Bs, A_scale, B_scales, gather_dim, ranks, more)
     )
@@ -233,7 +235,8 @@ def scaled_matmul_reduce_scatter(
     dtype, dims = _dtype(out_dtype), (orig_scatter_dim, scatter_dim_after_maybe_reshape)
     more = dtype, bias, result_scale
     odd = bias is not None or result_scale is not None
-    key = (SCATTER_SCALED, A.shape, A.dtype, dims, reduce_op, B.shape, B.stride(), A_scale.numel(), B_scale.numel(), dtype, odd)
+    of_scales = A_scale.numel(), A_scale.dtype, B_scale.numel(), B_scale.dtype
+    key = (SCATTER_SCALED, A.shape, A.dtype, dims, reduce_op, B.shape, B.stride(), *of_scales, dtype, odd)
     plan = plan_of(
         key, group_name, A.device, lambda ranks: ScaledScatterCall.of(A, B, A_scale, B_scale, reduce_op, dims, ranks, more)
     )

@@ -32,7 +32,7 @@ from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.alignment import now_ns
 from autotax.kernels.context import Context
-from autotax.kernels.gemm_reduce_scatter import push, push_specialized, warps
+from autotax.kernels.gemm_reduce_scatter import push, push_specialized
 from autotax.kernels.offline import fix_cache_keys
 from autotax.operators.verification import make_inputs, relative_error
 from autotax.runner.precompile import CompileAhead
@@ -79,7 +79,7 @@ def add_no_tiles(  # type: ignore[no-untyped-def]
     out, bias, residual, added, box, room, n, m, epoch, there, taken, share,
     WORLD: tl.constexpr, GROUP_M: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """In the place of `warps.add_tiles`."""
+    """In the place of `push_specialized.add_tiles`."""
 
 
 @gluon.jit
@@ -87,7 +87,7 @@ def poll_no_tiles(  # type: ignore[no-untyped-def]
     flags, epoch, control, there, taken, share,
     WORLD: tl.constexpr, GROUP_M: tl.constexpr, HIGH: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """In the place of `warps.poll_tiles`."""
+    """In the place of `push_specialized.poll_tiles`."""
 
 
 def copy_of(module: ModuleType, **changes: Any) -> Any:
@@ -102,10 +102,9 @@ def copy_of(module: ModuleType, **changes: Any) -> Any:
     return copy
 
 
-ONLY_WARPS = copy_of(warps, add_tiles=add_no_tiles, poll_tiles=poll_no_tiles)
 ONLY_SENDING: dict[str, Any] = {
     "push": copy_of(push, add_up=add_nothing).Push,
-    "push_specialized": copy_of(push_specialized, scatter_tiles=ONLY_WARPS.scatter_tiles).PushSpecialized,
+    "push_specialized": copy_of(push_specialized, add_tiles=add_no_tiles, poll_tiles=poll_no_tiles).PushSpecialized,
 }
 
 

@@ -38,7 +38,7 @@ from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.hardware import detect
 from autotax.heap import World
-from autotax.kernels.quantise import quantise
+from autotax.kernels.scaled_product import quantise
 from autotax.nn import AllReduceNorm, FlashDecode, LinearAllReduce, Tuned
 from autotax.operators.problems import AllReduceNorm as NormProblem
 from autotax.operators.problems import GemmReduceScatter, HeadGather

@@ -185,6 +185,7 @@ ENTRIES: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.sampled(by=lambda text, said, arguments: {"text": text, "arguments": arguments})
 @pytest.mark.parametrize(("text", "said"), ENTRIES.values(), ids=ENTRIES.keys())
 @pytest.mark.parametrize("arguments", [["--help"], PLAN], ids=["help", "plan"])
 def test_a_broken_package_costs_its_operators_only(tmp_path: Path, text: str, said: str, arguments: list[str]) -> None:

@@ -35,6 +35,7 @@ def attacked(starts: int, folder: Path) -> dict[str, Any]:
 
 
 @as_root
+@pytest.mark.volume
 def test_a_store_on_a_port_lets_a_stranger_in(tmp_path: Path) -> None:
     """The attack works where there is a way."""
     told = attacked(0, tmp_path)
@@ -42,7 +43,7 @@ def test_a_store_on_a_port_lets_a_stranger_in(tmp_path: Path) -> None:
 
 
 @as_root
-@pytest.mark.parametrize("starts", [3, pytest.param(100, marks=pytest.mark.volume)])
+@pytest.mark.parametrize("starts", [2, pytest.param(100, marks=pytest.mark.volume)])
 def test_no_stranger_gets_among_ranks(tmp_path: Path, starts: int) -> None:
     told = attacked(starts, tmp_path)
     assert told["ways"] == [] and told["unpickled"] == [] and told["attempts"] > 0, told

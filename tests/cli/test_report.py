@@ -13,6 +13,7 @@ from autotax.operators.problems import AllGatherGemm
 from tests.cli.conftest import BSP, GPUS, PUSH, Run, keep_winner
 from tests.report.test_ladder import DOCUMENTS
 
+pytestmark = pytest.mark.usefixtures("one_renderer")
 PROBLEM = AllGatherGemm(64, 96, 64, "fp32", world_size=2)
 
 

@@ -65,7 +65,7 @@ def _call(programs: Path, folder: Path, program: str, *arguments: str) -> None:
     with (folder / "log").open("ab") as log:
         command = [programs / program, "-D", folder / "data", *arguments]
         user = NOBODY if os.geteuid() == 0 else None
-        subprocess.run(command, user=user, check=True, stdout=log, stderr=log, timeout=60)
+        subprocess.run(command, user=user, check=True, stdout=log, stderr=log, timeout=280)
 
 
 def _all_but_the_server(folder: str, names: list[str]) -> list[str]:

@@ -34,7 +34,8 @@ from tests.db.test_exchange import an_entry
 from tests.db.test_lookup import here  # noqa: F401
 from tests.report.test_ladder import DOCUMENTS
 
-SAMPLE, VOLUME = 40, 600
+pytestmark = pytest.mark.usefixtures("one_renderer")
+SAMPLE, VOLUME = 20, 600
 AMOUNTS = [SAMPLE, pytest.param(VOLUME, marks=pytest.mark.volume)]
 WRONG = [
     None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, 32.0, 0.5, -0.0, 1e14, 1e300, float("nan"), "", "x", "32", "ok", "\0",

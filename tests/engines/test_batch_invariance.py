@@ -180,6 +180,7 @@ def layers_in(world: World, db: str, engine: str, name: str, when: str) -> tuple
     return run(world, db, MODES[name], when)
 
 
+@pytest.mark.sampled(by=lambda engine, name, when: {"name": name, "when": (engine, when)})
 @pytest.mark.parametrize("when", ["before", "after", "called"])
 @pytest.mark.parametrize(("engine", "name"), [("vLLM", "VLLM_BATCH_INVARIANT=1"), ("vLLM", "envs"), ("SGLang", "variable"), ("SGLang", "arguments")])  # noqa: E501  # fmt: skip
 def test_layers_keep_the_bits_of_a_token(ranks: Ranks, tmp_path: Path, engine: str, name: str, when: str) -> None:  # noqa: F811

@@ -232,5 +232,5 @@ def test_plugins_are_entry_points_that_import_nothing() -> None:
         assert f'[project.entry-points."{group}"]\nautotax = "{module.__name__}:register"' in text
         assert all(each.value == f"{module.__name__}:register" for each in entry_points(group=group) if each.name == "autotax")
     code = "import sys, autotax.engines.vllm, autotax.engines.sglang; print({'torch', 'triton', 'vllm'} & {*sys.modules})"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280)
     assert told.stdout.strip() == "set()"

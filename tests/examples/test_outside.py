@@ -169,7 +169,7 @@ operator.inputs(lambda problem, draw: op.Call((draw.normal(problem.n, tensor=1),
 print(Mine(100).nbytes, Mine(100, "fp32").nbytes)
 """
     here = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=here, check=True)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, env=here, check=True)
     *lacking, sizes = ran.stdout.splitlines()
     assert [line.partition(":")[0] for line in lacking] == [
         "mine lacks inputs", "mine lacks a reference", "mine lacks a baseline", "mine lacks a variant to search",

@@ -64,7 +64,8 @@ def join(desk: ClaimQueue, host: str, hardware: Hardware = H200, fleet: str = FL
 
 
 def an_order(url: str, **other: object) -> Order:
-    return replace(Order(url=url, fleet=FLEET, slot=0, lease_s=1.2, patience_s=30), **other)  # type: ignore[arg-type]
+    """An order with a lease that a busy machine keeps: the worker ends when the driver has been silent for five."""
+    return replace(Order(url=url, fleet=FLEET, slot=0, lease_s=6.0, patience_s=30), **other)  # type: ignore[arg-type]
 
 
 class StandInBench:

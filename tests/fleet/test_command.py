@@ -68,7 +68,7 @@ def test_neither_engine_is_imported_without_need() -> None:
         "autotax.fleet.screen,"
         "autotax.fleet.queue; print({'ray', 'submitit', 'torch', 'triton'} & set(sys.modules))"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280)
     assert ran.stdout == "set()\n"
 
 

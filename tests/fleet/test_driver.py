@@ -21,6 +21,8 @@ from tests.fleet.conftest import B200, H200, StandInBench, a_job
 from tests.fleet.shared import wait_until
 
 TUNED = Ended("tuned", "push 1.2")
+PATIENCE_S = 250.0
+"""A busy machine does in this time what takes a second."""
 
 
 class Threads:
@@ -80,7 +82,7 @@ def drive(
     ear: Ear | None = None,
     **order: Any,
 ) -> FleetOutcome:
-    told = {"lease_s": 3.0, "patience_s": 30.0} | order
+    told = {"lease_s": 9.0, "patience_s": 30.0} | order
     driver = Driver(new_order(url, **told), engine, jobs, ear or Ear(), poll_s=0.1, grace_s=5.0)
     outcome = driver.run()
     assert engine.closed
@@ -196,7 +198,7 @@ def test_an_interrupt_ends_all_workers_and_the_same_command_goes_on(url: str) ->
     engine = Threads(StandInBench("silence"), StandInBench("silence"))
     began = time.monotonic()
     outcome = drive(url, engine, ear=Ear(interrupt))
-    assert outcome.interrupted and not outcome.done and time.monotonic() - began < 60
+    assert outcome.interrupted and not outcome.done and time.monotonic() - began < PATIENCE_S
     assert all(bench.interrupted for bench in engine.benches if bench.jobs) and any(bench.jobs for bench in engine.benches)
     assert {host.state for host in outcome.snapshot.hosts} == {"left"}
     assert all(claim.holder is None for claim in outcome.snapshot.claims) and len(outcome.snapshot.left) == 2
@@ -218,8 +220,8 @@ def test_a_worker_that_the_engine_lost_frees_its_problem_at_once(url: str) -> No
     engine = Losing(StandInBench("silence"), late(StandInBench(), lambda: 0 in engine.told))
     ear = Ear()
     began = time.monotonic()
-    outcome = drive(url, engine, ear=ear, lease_s=60.0)
-    assert outcome.done and time.monotonic() - began < 40, "the lease is a minute"
+    outcome = drive(url, engine, ear=ear, lease_s=2 * PATIENCE_S)
+    assert outcome.done and time.monotonic() - began < PATIENCE_S, "the lease is longer"
     assert {claim.host[-2:] for claim in outcome.snapshot.claims if claim.host} == {"#1"}
     assert "worker lost" in ear.names() and "host lost" in ear.names()
     assert {event["problem"] for event in ear.heard if event.get("after_lost_hosts") == 1} == {a_job(1).problem.key}
@@ -256,7 +258,7 @@ def test_a_driver_that_is_killed_takes_its_workers_with_it(url: str, desk: Claim
     desk.begin(order.fleet)
     worker = Worker(order, bench := StandInBench("silence"))
     began = time.monotonic()
-    assert worker.run() == "left" and 1.5 < time.monotonic() - began < 60 and not bench.jobs
+    assert worker.run() == "left" and 1.5 < time.monotonic() - began < PATIENCE_S and not bench.jobs
 
 
 @pytest.mark.parametrize("url", ["sqlite:////tmp/x.db"])

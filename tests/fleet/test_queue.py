@@ -305,7 +305,7 @@ EDITED: list[tuple[str, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(by=lambda place, wrong, **_: {"place": place, "wrong": wrong})
 @pytest.mark.parametrize("wrong", ["no\x1bsense", 2.5, [3], {"a": None}], ids=repr)
 @pytest.mark.parametrize(("place", "path"), EDITED, ids=lambda value: value if isinstance(value, str) else ".".join(value))
 def test_an_edited_row_is_one_line_and_nothing_else(desk: ClaimQueue, place: str, path: tuple[str, ...], wrong: object) -> None:

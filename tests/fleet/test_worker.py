@@ -102,7 +102,7 @@ def test_a_worker_whose_claim_was_taken_gives_up_what_it_measures(desk: ClaimQue
         desk.finish("other", claim.id, "tuned", "by the other", 1.0)
         return TrialEnded(2, 3)
 
-    mine, bench = worker("silence")
+    mine, bench = worker("silence", lease_s=1.2)
     bench.script = ["silence"]
     real = bench.send
 

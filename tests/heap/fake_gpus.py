@@ -28,7 +28,7 @@ def downloaded() -> str:
     if not (folder / "iris").exists():
         command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *INSTALL.split()[-2:]]
         with suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
+            subprocess.run(command, check=True, capture_output=True, timeout=280)
     return str(folder) if (folder / "iris").exists() else ""
 
 

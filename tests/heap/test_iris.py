@@ -140,7 +140,7 @@ def _lack_memory_on_rank_1(world: World) -> None:
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert re.match(rf"cannot allocate slabs of {size} bytes with Iris \(rank 1: .*allocate memory", str(raised.value))
     assert "rank 0" not in str(raised.value)
-    assert time.monotonic() - began < 60  # a rank that waited for the other would wait two minutes
+    assert time.monotonic() - began < 110  # a rank that waited for the other would wait two minutes
 
 
 def _fail_within_iris_on_rank_1(world: World) -> str:
@@ -150,7 +150,7 @@ def _fail_within_iris_on_rank_1(world: World) -> str:
 
         iris.WITHOUT_MEMORY = {1}
         open_heap(replace(world, backend="rocm"), SIZE)
-    assert time.monotonic() - began < 60  # a rank that waited for the other would wait two minutes
+    assert time.monotonic() - began < 110  # a rank that waited for the other would wait two minutes
     return str(raised.value)
 
 

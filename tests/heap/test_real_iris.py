@@ -54,6 +54,7 @@ def ranks(fake: Fake) -> Iterator[Ranks]:  # noqa: ARG001 - a process has the li
         yield ranks
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CHECKS)
 def test_conformance(ranks: Ranks, fake: Fake, name: str) -> None:
     ranks.run(_run_check, fake, name)
@@ -135,7 +136,7 @@ def _lack_memory_on_rank_1(world: World, fake: Fake, limit: int) -> str:
     began = time.monotonic()
     with pytest.raises(HeapError) as raised:
         open_heap(_on(world, fake), SIZE)
-    assert time.monotonic() - began < 60  # a rank that waited for the other would wait two minutes
+    assert time.monotonic() - began < 110  # a rank that waited for the other would wait two minutes
     return str(raised.value)
 
 

@@ -111,6 +111,7 @@ def ordinals(codes: Tensor) -> Tensor:
     return torch.where(bits < 128, bits, 128 - bits)
 
 
+@pytest.mark.sampled(by=lambda variant, way: {"variant": (variant, way.get("shots")), "words": way.get("words")})
 @pytest.mark.parametrize(("variant", "way"), WORDS + PUSH, ids=str)
 def test_every_output_is_right_bit_by_bit_whoever_is_late(ranks: Ranks, variant: str, way: dict[str, Value]) -> None:
     config = Config.of(variant, way)
@@ -339,6 +340,15 @@ def layers_of(world: World, path: str) -> list[bool]:
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
     with pytest.raises(UsageError, match="residual is "):
         layer.normed(x, norm_weight, residual[:2])
+    with pytest.raises(UsageError, match="residual is not given"):
+        layer.normed(x, norm_weight)
+    # The kernel adds no bias and has the norm of its layer: a layer that shares it and has others runs another way.
+    biased = LinearAllReduce(layer.weight, like=layer, bias=torch.ones(BEHIND.hidden).bfloat16())
+    other = AllReduceNormModule(BEHIND.hidden, BEHIND.m, quant=BEHIND.quant, device="cpu", eps=9.0)
+    torch.testing.assert_close(biased.normed(x, norm_weight, residual)[1].float(), new_residual.float() + 1, rtol=1e-2, atol=0.2)
+    flatter = LinearAllReduce(layer.weight, like=layer, norm=other).normed(x, norm_weight, residual)
+    assert not torch.equal(flatter[2], scales)
+    other.close()
     assert layer.failure() is None
     layer.close()
     norm.close()

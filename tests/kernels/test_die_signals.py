@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from autotax.kernels.die_signals import die_of_program, signal_of_die
+from autotax.kernels.primitives import die_of_program, signal_of_die
 from tests.kernels.compilers import compilers
 from tests.kernels.releases import AMD, faults, instructions
 

@@ -106,7 +106,7 @@ def test_the_baseline_takes_fewer_rows_too(ranks: Ranks, problem: GemmReduceScat
         assert max(errors) <= TOLERANCE[problem.dtype]
 
 
-@pytest.mark.sampled(by=_protocol_of)
+@pytest.mark.sampled(by=lambda variant, **_: {} if variant == "words" else {"flags": True})  # words give up in other files too
 @pytest.mark.parametrize(("problem", "variant", "way"), CASES, ids=str)
 def test_a_rank_that_never_calls_is_named_by_all_others(
     ranks: Ranks, problem: GemmReduceScatter, variant: str, way: dict[str, Value]

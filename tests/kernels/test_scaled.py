@@ -19,7 +19,7 @@ from autotax.core.errors import UsageError
 from autotax.hardware import detect
 from autotax.heap import World
 from autotax.kernels import scaled_product
-from autotax.kernels.deep_gemm import DeepGemm
+from autotax.kernels.libraries import DeepGemm
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.operators import registry, scaled
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
@@ -68,11 +68,13 @@ def ranks() -> Iterator[Ranks]:
         yield pool
 
 
-@pytest.mark.parametrize(
-    ("problem", "variant"),
-    [*(case for case in CASES if case[0].scales == "block"), *volume(*(case for case in CASES if case[0].scales != "block"))],
-    ids=str,
-)
+def _of_blocks(problem: Any, variant: str) -> dict[str, object]:
+    """Of the scales of blocks each problem, and each variant of an operator."""
+    return {"problem": problem, "variant": (problem.op, variant)} if problem.scales == "block" else {}
+
+
+@pytest.mark.sampled(by=_of_blocks)
+@pytest.mark.parametrize(("problem", "variant"), CASES, ids=str)
 def test_every_variant_is_right(ranks: Ranks, problem: Any, variant: str) -> None:
     space = space_for(problem, detect("cpu")).variants[variant]
     for config in space.some(3, Random(7)):
@@ -132,14 +134,21 @@ def test_tiles_are_right_as_their_transpose(scales: str) -> None:
             assert max(map(max, found)) <= TOLERANCE[problem.out_dtype], product
 
 
-@pytest.mark.parametrize(("scales", "target"), [("block", "cuda:90"), *volume(*TARGETED)])
-def test_kernels_compile(scales: str, target: str) -> None:
-    hardware = known_hardware(target)
+@pytest.mark.parametrize(
+    ("scales", "target", "sizes"),
+    [("block", "cuda:90", "one"), *volume(("block", "cuda:90", "both"), *((*case, "both") for case in TARGETED))],
+)
+def test_kernels_compile(scales: str, target: str, sizes: str) -> None:
+    """Each variant for few rows and for many, or for the first of both that it takes."""
+    hardware, compiled = known_hardware(target), set[tuple[str, str, str]]()
     for sizes in ((64, 7168, 8192), (1024, 8192, 7168)):
         for problem in problems(scales, 2, sizes):
             space = space_for(problem, hardware)
             for name in space.variants:
-                compile_offline(problem, space.default(name), hardware)
+                kernel = (problem.op, problem.quantize, name)
+                if sizes == "both" or kernel not in compiled:
+                    compile_offline(problem, space.default(name), hardware)
+                compiled.add(kernel)
 
 
 @pytest.mark.parametrize("name", ["fp8_gemm_nt", "gemm_fp8_fp8_bf16_nt"])

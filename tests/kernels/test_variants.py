@@ -80,8 +80,8 @@ def ranks() -> Iterator[dict[int, Ranks]]:
 
 
 def _semantics(problem: Problem, variant: str) -> dict[str, object]:
-    """Each problem, and each variant."""
-    return {"problem": problem, "variant": (problem.op, variant)}
+    """Each variant, and each type and number of ranks of an operator."""
+    return {"variant": (problem.op, variant), "ranks": (problem.op, problem.world_size), "dtype": (problem.op, problem.dtype)}
 
 
 @pytest.mark.sampled(by=_semantics)

@@ -9,8 +9,7 @@ import torch
 from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.roles import tile_at
 from autotax.kernels.all_gather_gemm.scaled_specialized import multiply_scaled
-from autotax.kernels.gemm_reduce_scatter.scaled_specialized import scatter_scaled
-from autotax.kernels.gemm_reduce_scatter.warps import scatter_tiles
+from autotax.kernels.gemm_reduce_scatter.push_specialized import scatter_scaled, scatter_tiles
 from autotax.operators.scaled import dequantised, laid_out, scales_shape
 from tests.models import warps
 from tests.models.warps import Pointer, View, plain, programs_of, together
@@ -71,7 +70,7 @@ def test_the_warps_compute_the_sum(tile: tuple[int, int], world: int, stages: in
     run(world, sizes, tile[1] + 8, tile, stages, interleaved=world == 3, with_addends=world != 2)
 
 
-@pytest.mark.parametrize("scales", ["row", "block", "tensor"])
+@pytest.mark.parametrize("scales", ["row", *volume("block", "tensor")])
 @pytest.mark.parametrize("tile", [(64, 128), *volume(((64, 256),), ((128, 128),))], ids=str)
 def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int]) -> None:
     """Two ranks, sizes that no tile divides, rows of padding; words of A and B are pairs of codes."""

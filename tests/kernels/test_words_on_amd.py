@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from autotax.core.config import Config
-from autotax.kernels.whole_words import load_whole, store_whole
+from autotax.kernels.primitives import load_whole, store_whole
 from autotax.operators import registry
 from autotax.spaces import space_for
 from tests.kernels.compilers import compilers as pool_of_compilers

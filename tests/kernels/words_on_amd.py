@@ -1,4 +1,4 @@
-"""Audits Triton's AMD code for words that validate themselves: see `autotax.kernels.whole_words`.
+"""Audits Triton's AMD code for words that validate themselves: see `autotax.kernels.primitives`.
 
     PYTHONPATH=. python -m tests.kernels.words_on_amd [TARGET ...]     a table: variant, kernel, words stored and loaded, faults
 """
@@ -89,7 +89,7 @@ def faults(stages: dict[str, str], warps: int) -> list[str]:
 
 
 def _accesses(stages: dict[str, str]) -> list[str]:
-    """Words are loaded and stored by the instructions of `whole_words` alone, each with its bits, and no word is torn."""
+    """Words are loaded and stored by the instructions of `primitives` alone, each with its bits, and no word is torn."""
     found = []
     # Loads of the addresses of peers are not volatile.
     ordinary = r"tt\.(?:load [^\n]*isVolatile = true|store) [^\n]*tensor<(?:\d+x)+!tt\.ptr<i64>>"

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from triton.runtime.jit import JITFunction
 
-PATIENCE_S = 60.0
+PATIENCE_S = 500.0
 """Seconds after which a wait counts as endless."""
 here = threading.local()
 """The thread's program, its running products and its stores."""

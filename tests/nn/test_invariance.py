@@ -74,6 +74,7 @@ def changed(world: World, layer_of: type[Any], dtype: torch.dtype, options: dict
     return variant, found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("layer_of", LAYERS)
 def test_rows_have_the_same_bits_whatever_their_number(ranks: Ranks, layer_of: type[Any], dtype: torch.dtype) -> None:

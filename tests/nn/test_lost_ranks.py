@@ -21,7 +21,7 @@ from autotax.nn.prepare import GPU_POLLS_PER_S, MOST_POLLS
 from autotax.runner.ranks import Ranks
 
 WAIT_S = 2.0
-PATIENCE_S = 60.0
+PATIENCE_S = 250.0
 """Limit for steps that usually take seconds; a busy machine stays below it, too."""
 
 

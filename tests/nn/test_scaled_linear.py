@@ -96,6 +96,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.sampled(by=lambda kind, layout, tuned, **_: {"layout": (layout, tuned), "kind": (kind, tuned)})
 @pytest.mark.parametrize("tuned", [False, True], ids=["plain", "kernels"])
 @pytest.mark.parametrize(("layout", "quantize"), [("row", "row"), ("block", "block"), ("tensor", "static")])
 @pytest.mark.parametrize("kind", LAYERS)
@@ -176,6 +177,7 @@ def compiled(world: World) -> float:
     return float((again.float() - found.float()).abs().max() + (exported.float() - found.float()).abs().max())
 
 
+@pytest.mark.volume
 def test_compiled_and_exported_calls_have_equal_bits(ranks: Ranks) -> None:
     assert ranks.run(compiled, timeout=120) == [0.0] * WORLD
 

@@ -118,6 +118,7 @@ def any_operator(world: World, problem: Problem, variant: str) -> None:
     module.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "variant"), variants(), ids=lambda value: value)
 def test_each_variant_computes_what_it_does_of_resolved_copies(
     ranks: dict[int, Ranks], tmp_path: Path, kind: str, variant: str

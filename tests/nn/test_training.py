@@ -42,7 +42,9 @@ def test_gradients_are_those_of_plain_torch(ranks: dict[int, Ranks], case: Train
         assert error <= TOLERANCE[name]
 
 
-@pytest.mark.parametrize("case", [Trained("gather"), Trained("scatter"), Trained("reduce", "kn")], ids=lambda case: case.kind)
+@pytest.mark.parametrize(
+    "case", [Trained("reduce", "kn"), *volume(Trained("gather"), Trained("scatter"))], ids=lambda case: case.kind
+)
 def test_gradients_are_the_numerical_ones(ranks: dict[int, Ranks], case: Trained) -> None:
     assert ranks[2].run(training.numerically, case, timeout=120) == [True, True]
 

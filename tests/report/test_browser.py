@@ -77,7 +77,7 @@ def seen(folder: Path, content: str, scheme: str) -> dict[str, Any]:
         f"--user-data-dir={folder / 'profile'}",
     ]
     flags += [f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", "--dump-dom", (folder / "probe.html").as_uri()]
-    shown = subprocess.run([str(BROWSER), *flags], capture_output=True, text=True, timeout=120)
+    shown = subprocess.run([str(BROWSER), *flags], capture_output=True, text=True, timeout=280)
     body = re.search(r"<body>(\{.*\})</body>", shown.stdout, re.DOTALL)
     assert body, shown.stdout[-500:] + shown.stderr[-2000:]
     found: dict[str, Any] = json.loads(unescape(body[1]))

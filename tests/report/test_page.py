@@ -26,6 +26,7 @@ from autotax.report.page import page
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PUSH, a_trial, a_winner
 from tests.report.test_ladder import DOCUMENTS
 
+pytestmark = pytest.mark.usefixtures("one_renderer")
 MADE = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 GEMM, SMALL = AllGatherGemm(512, 7168, 8192, world_size=4), AllGatherGemm(64, 7168, 8192, world_size=4)
 ROW = {"name": "autotax", "variant": "push", "verified": True, "latency_us": 80.0, "speedup_vs_bsp": 1.5, "rounds_us": [80.0]}

@@ -16,6 +16,7 @@ from autotax.runner import processes
 from autotax.runner.local_runner import RankPool
 from autotax.runner.processes import INTERPRETED, SHARED, Child, Forked, ForkServer
 from tests.runner.small import CPU
+from tests.volume import volume
 
 CHILD = "tests.runner.forked"
 TUNER = """
@@ -167,7 +168,7 @@ def test_a_client_that_is_killed_takes_its_own_server_with_it() -> None:
         names = sorted(process.name() for process in left)
         tuner.kill()
     assert names == ["autotax-rank", "autotax-server"]
-    _, alive = psutil.wait_procs(left, timeout=60)
+    _, alive = psutil.wait_procs(left, timeout=280)
     assert not alive
 
 
@@ -179,7 +180,7 @@ def test_what_libraries_read_on_import_is_never_that_of_another_process(server: 
         child.kill()
 
 
-@pytest.mark.parametrize("name", ["x" * 5000, "of nobody \udcff"])
+@pytest.mark.parametrize("name", ["of nobody \udcff", *volume("x" * 5000)])
 def test_where_no_server_has_that_name_there_is_one_of_our_own(
     server: ForkServer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -216,12 +217,12 @@ def test_no_rank_imports_again_what_the_server_has() -> None:
         for _ in range(2):
             pool.start()
             for pid in (rank.child.process.pid for rank in pool.ranks):
-                times = psutil.Process(pid).cpu_times()
-                assert times.user + times.system < 1.0, "importing torch and Triton takes three seconds of a core"
+                read = psutil.Process(pid).io_counters().read_chars
+                assert read < 8e6, "importing torch and Triton reads tens of megabytes"
     finally:
         pool.close()
 
 
 def _ended(process: psutil.Process) -> bool:
-    _, alive = psutil.wait_procs([process], timeout=60)
+    _, alive = psutil.wait_procs([process], timeout=280)
     return not alive

@@ -39,17 +39,17 @@ def test_interpreted_kernels_are_soaked_with_ragged_lengths(runner: LiveRunner) 
 
 
 @pytest.mark.volume
-def test_a_soak_may_take_longer_than_the_deadline_as_long_as_it_goes_on(runner: LiveRunner) -> None:
+def test_a_soak_may_take_longer_than_the_deadline_as_long_as_it_goes_on(hasty: LiveRunner) -> None:
     started = time.monotonic()
-    (slow,) = measure(runner, "dawdles", effort=Effort(samples=4, seconds=0.05, soak=290))
+    (slow,) = measure(hasty, "dawdles", effort=Effort(samples=4, seconds=0.05, soak=290))
     assert slow.status == "ok", slow.error
-    assert time.monotonic() - started > runner.deadline_s, "the soak was too short to show anything"
+    assert time.monotonic() - started > hasty.deadline_s, "the soak was too short to show anything"
 
 
-def test_a_hang_in_the_soak_ends_at_the_deadline(runner: LiveRunner) -> None:
+def test_a_hang_in_the_soak_ends_at_the_deadline(hasty: LiveRunner) -> None:
     started = time.monotonic()
-    (hung,) = measure(runner, "sleeps_late", effort=Effort(samples=4, seconds=0.05, soak=2000))
-    assert time.monotonic() - started < 60
+    (hung,) = measure(hasty, "sleeps_late", effort=Effort(samples=4, seconds=0.05, soak=2000))
+    assert time.monotonic() - started < 500
     assert hung.status == "hang" and "rank 1 at 'candidate 0: soak after 0 of 2000'" in (hung.error or "")
 
 

@@ -134,7 +134,7 @@ def test_a_usual_config_takes_milliseconds() -> None:
     problem = AllGatherGemm(512, 7168, 8192, world_size=4)
     for variant in space_for(problem, H200).variants:
         config = space_for(problem, H200).default(variant)
-        assert min(_seconds(problem, config) for _ in range(3)) < 0.05
+        assert min(_seconds(problem, config) for _ in range(3)) < 0.25
 
 
 def _seconds(problem: Problem, config: Config) -> float:

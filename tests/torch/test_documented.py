@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from autotax.runner.ranks import Ranks
-from tests.torch import documented
 
 DOCS = Path(__file__).parents[2] / "docs"
 FRAMEWORKS = {"Torch's fused operators": "integrations", "Parallel styles": "integrations", "Thresholds": "integrations"}
@@ -31,6 +30,8 @@ def test_no_framework_takes_more_than_five_lines(section: str, page: str) -> Non
 
 @pytest.mark.volume
 def test_the_lines_for_torch_serve_a_compiled_model(ranks: Ranks) -> None:
+    from tests.torch import documented  # only now: what it imports takes seconds, and all processes list all tests
+
     for told, emitted in ranks.run(documented.compiled, lines_of("Torch's fused operators"), timeout=100):
         products = ["all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter"]
         assert told.operators == {f"fused_{product}": "autotax" for product in products}
@@ -38,6 +39,8 @@ def test_the_lines_for_torch_serve_a_compiled_model(ranks: Ranks) -> None:
 
 
 def test_the_lines_for_parallelize_module_make_a_model_parallel(ranks: Ranks) -> None:
+    from tests.torch import documented
+
     assert ranks.run(documented.parallel, lines_of("Parallel styles")) == [["ColumnLinear", "RowLinear"]] * 2
 
 

@@ -78,6 +78,7 @@ def scatters(world: World, db: str, layout: str, dtype: torch.dtype = E4M3) -> t
     return ended(), errors
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", ["row", "tensor"])
 @pytest.mark.parametrize("variant", ["bsp", "scaled_decomposed", "two", "scaled_packets"])
 def test_gathering(ranks: Ranks, tmp_path: Path, layout: str, variant: str) -> None:
@@ -90,6 +91,7 @@ def test_gathering(ranks: Ranks, tmp_path: Path, layout: str, variant: str) -> N
         assert max(errors) < LIMIT
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", ["row", "tensor"])
 @pytest.mark.parametrize("variant", ["bsp", "scaled_decomposed", "scaled_words"])
 def test_scattering(ranks: Ranks, tmp_path: Path, layout: str, variant: str) -> None:

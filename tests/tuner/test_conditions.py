@@ -24,6 +24,7 @@ USUAL = Conditions.usual(on_gpu=True)
 WARM = Conditions("graph", "warm", 20.0)
 
 
+@pytest.mark.usefixtures("optunas_tables")
 def test_each_conditions_are_searched_and_won_by_themselves(store: Store) -> None:
     first = run(store, SyntheticRunner(gemm_landscape), trials=10)
     second = SyntheticRunner(gemm_landscape)

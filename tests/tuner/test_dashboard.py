@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import optuna
+import pytest
 
 from autotax.db import Store
 from tests.tuner.shared import H200, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
+
+pytestmark = pytest.mark.usefixtures("optunas_tables")
 
 
 def test_a_study_can_be_read_by_people(store: Store) -> None:

@@ -15,7 +15,7 @@ from autotax.db import Store
 from tests.tuner.shared import gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 
-pytestmark = pytest.mark.usefixtures("without_syncing")
+pytestmark = pytest.mark.usefixtures("optunas_tables", "without_syncing")
 SAMPLE, VOLUME = 8, 150
 TEXTS = ["", "x", "\x1b[31m", "[]", "{}", "[1]", "null", '"x"', '{"name": "x"}', "1e999", b"\xff\x00"]
 WRONG = [None, 0, -1, 2, 2**40, 1e300, 0.5, *TEXTS]

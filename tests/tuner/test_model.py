@@ -209,6 +209,7 @@ def test_efforts() -> None:
         Settings.of_effort("most")
 
 
+@pytest.mark.usefixtures("optunas_tables")
 def test_the_database_work_of_a_trial_does_not_grow_with_the_run(store: Store) -> None:
     """Optuna on SQLite read the trials before it at every suggestion."""
     statements: list[int] = []

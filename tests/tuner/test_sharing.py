@@ -19,6 +19,8 @@ from tests.tuner.shared import GEMM, H200, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 from tests.tuner.test_trouble import At
 
+pytestmark = pytest.mark.usefixtures("optunas_tables")
+
 
 def trials_of(store: Store) -> list[list[str]]:
     """The states of the trials of each study."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -14,7 +13,7 @@ from autotax.runner.measurement import TimeIsUp
 from autotax.tuner import tuning
 from autotax.tuner.finalists import Paces
 from tests.tuner.shared import gemm_landscape, run
-from tests.tuner.synthetic import SyntheticRunner
+from tests.tuner.synthetic import Clock, SyntheticRunner
 
 GRACE_S = 1.0
 
@@ -24,6 +23,7 @@ class Slow(SyntheticRunner):
 
     def __init__(self, trial_s: float, finals_s: float, first_s: float = 0.0) -> None:
         super().__init__(gemm_landscape)
+        self.clock = Clock()
         self.trial_s, self.finals_s, self.first_s = trial_s, finals_s, first_s
         self.soaks: list[int] = []
 
@@ -33,7 +33,7 @@ class Slow(SyntheticRunner):
         final = effort.samples != Effort().samples
         takes = self.finals_s if final else self.trial_s + (0.0 if self.searched else self.first_s)
         assert effort.within_s is not None
-        time.sleep(min(takes, effort.within_s))
+        self.clock.sleep(min(takes, effort.within_s))
         if takes > effort.within_s:
             raise TimeIsUp("rank 0 at 'soak after 3 of 20'")
         self.soaks += [effort.soak] * final
@@ -51,22 +51,24 @@ class Slow(SyntheticRunner):
     ids=["all is quick", "slow finals", "a slow start", "slow trials"],
 )
 def test_a_limit_holds_and_the_run_says_what_it_came_before(
-    store: Store, monkeypatch: pytest.MonkeyPatch, runner: Slow, late: bool, words: str
+    store: Store, monkeypatch: pytest.MonkeyPatch, clock: Clock, runner: Slow, late: bool, words: str
 ) -> None:
     monkeypatch.setattr(tuning, "GRACE_S", GRACE_S + tuning.CLOSING_S)
-    began = time.monotonic()
+    runner.clock = clock
     verdict = run(store, runner, trials=10_000, timeout_s=2.0, soak=20)
-    assert time.monotonic() - began < 2.0 + GRACE_S + 1.5
+    assert clock.now < 2.0 + GRACE_S + 0.1
     assert (verdict.late, verdict.winner is None) == (late, late) and any(words in notice for notice in verdict.notices)
     (ended,) = store.runs()
     assert ended.status == ("interrupted" if late else "done")
     assert len(store.trials()) >= sum(verdict.trials.values()), "what was measured is kept"
 
 
-def test_a_run_that_came_too_late_goes_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_came_too_late_goes_on(store: Store, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     monkeypatch.setattr(tuning, "GRACE_S", GRACE_S + tuning.CLOSING_S)
-    kept = run(store, Slow(0.05, 60.0), trials=30, timeout_s=1.0).trials
-    verdict = run(store, Slow(0.05, 0.05), trials=30, timeout_s=4.0)
+    late, quick = Slow(0.05, 60.0), Slow(0.05, 0.05)
+    late.clock = quick.clock = clock
+    kept = run(store, late, trials=30, timeout_s=1.0).trials
+    verdict = run(store, quick, trials=30, timeout_s=4.0)
     assert verdict.winner and sum(verdict.trials.values()) > sum(kept.values()) > 0
 
 

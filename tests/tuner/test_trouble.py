@@ -23,6 +23,8 @@ from autotax.tuner import run_recorder
 from tests.tuner.shared import GEMM, H200, Ear, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 
+pytestmark = pytest.mark.usefixtures("optunas_tables")
+
 
 class At(SyntheticRunner):
     """Calls a function once, after a given number of searched configs."""
@@ -53,13 +55,13 @@ def lock(path: Path, released: threading.Event) -> threading.Thread:
         other = sqlite3.connect(path, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         taken.set()
-        released.wait(60)
+        released.wait(500)
         other.execute("ROLLBACK")
         other.close()
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert taken.wait(10)
+    assert taken.wait(250)
     return thread
 
 

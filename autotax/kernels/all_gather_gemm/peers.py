@@ -14,10 +14,8 @@ from autotax.core.config import Config
 from autotax.kernels.all_gather_gemm.bsp import Bsp, ScaledBsp
 from autotax.kernels.all_gather_gemm.scaled_shards import Scaled
 from autotax.kernels.context import Context
-from autotax.kernels.deep_gemm import DeepGemm
-from autotax.kernels.iris_calls import COPIES, TILES, IrisCall
 from autotax.kernels.kernel import Kernel
-from autotax.kernels.libraries import Nccl, group_name, keep_workspace, pipeline
+from autotax.kernels.libraries import COPIES, TILES, DeepGemm, IrisCall, Nccl, group_name, keep_workspace, pipeline
 from autotax.kernels.scaled_product import FAST, LIBRARY
 from autotax.operators.all_gather_gemm import AllGatherGemm
 

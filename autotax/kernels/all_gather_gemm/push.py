@@ -22,9 +22,19 @@ from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.gemm import TileOptions, columns_of, element_alignment, gather_gemm, views_of_b
 from autotax.kernels.context import Context
-from autotax.kernels.die_signals import MOST_DIES, die_of_program, signal_of_die
 from autotax.kernels.kernel import Kernel, around_the_border
-from autotax.kernels.primitives import EPOCH, arithmetic, copy_block, flag_address, leave, signal, translate
+from autotax.kernels.primitives import (
+    EPOCH,
+    MOST_DIES,
+    arithmetic,
+    copy_block,
+    die_of_program,
+    flag_address,
+    leave,
+    signal,
+    signal_of_die,
+    translate,
+)
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
 chiplet = arithmetic(tiling.chiplet)

@@ -2,7 +2,7 @@
 
 So neither flags in the heap nor system-scope fences are needed. A word has four bytes of A in its low half and the
 number of the call in its high half. One store writes it. The reader loads its words repeatedly until each has this
-call's number. The whole program votes on whether all words have it (see `whole_words`). The values that passed the
+call's number. The whole program votes on whether all words have it (see `primitives`). The values that passed the
 vote are then stored in a dense copy of A on this GPU.
 
 Waits: every program first sends its part of this rank's shard to all peers, without waiting. Then it receives its
@@ -41,11 +41,10 @@ from autotax.kernels.all_gather_gemm.gemm import (
 from autotax.kernels.all_gather_gemm.push_gather import warm
 from autotax.kernels.all_gather_gemm.scaled_shards import Scaled, codes_of
 from autotax.kernels.context import Context, note_of
-from autotax.kernels.head_gather.words import await_words
+from autotax.kernels.head_gather import await_words
 from autotax.kernels.kernel import Kernel
-from autotax.kernels.primitives import EPOCH, LIMIT, leave, signal, translate, wait
+from autotax.kernels.primitives import EPOCH, LIMIT, leave, signal, store_whole, translate, wait
 from autotax.kernels.scaled_product import Tile, scaled_item
-from autotax.kernels.whole_words import store_whole
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
 WORD_BYTES = 4

@@ -15,7 +15,7 @@ from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import translate
-from autotax.kernels.quantise import quantise
+from autotax.kernels.scaled_product import quantise
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.scaled import GROUP, SCALES_OF
 

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels.context import Context
+from autotax.kernels.context import Context, all_resident, threads_of
 from autotax.kernels.gemm_reduce_scatter.bsp import all_reduce
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.kernel import Kernel
-from autotax.kernels.quantise import GROUP, LARGEST, LEAST_BLOCK, LEAST_ROW_SCALE, e4m3
-from autotax.kernels.residency import all_resident, threads_of
+from autotax.kernels.scaled_product import GROUP, LARGEST, LEAST_BLOCK, LEAST_ROW_SCALE, e4m3
 from autotax.operators.all_reduce_norm import EPS, REGISTERS, AllReduceNorm
 
 

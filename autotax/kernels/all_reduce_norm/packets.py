@@ -18,8 +18,7 @@ import triton.language as tl
 
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.gemm_reduce_scatter.words import anywhere
-from autotax.kernels.primitives import ERROR, note_missing
-from autotax.kernels.whole_words import load_whole, store_whole
+from autotax.kernels.primitives import ERROR, load_whole, note_missing, store_whole
 
 BLANK = tl.constexpr(-1)
 INSTEAD = tl.constexpr(-2)

@@ -15,8 +15,7 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.kernels.all_reduce_norm.norm import AfterSum, NormKernel
 from autotax.kernels.context import Context
-from autotax.kernels.iris_calls import IrisSum
-from autotax.kernels.libraries import group_name, symmetric
+from autotax.kernels.libraries import IrisSum, group_name, symmetric
 from autotax.operators.all_reduce_norm import AllReduceNorm
 
 

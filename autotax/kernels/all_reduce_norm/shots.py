@@ -20,13 +20,11 @@ from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.all_gather_gemm.gemm import TileOptions, load_tile
 from autotax.kernels.all_reduce_norm.norm import NormKernel, factor_of, finish, given_factor, scale_of_row, store_normed, together
 from autotax.kernels.all_reduce_norm.packets import await_row, await_sum, clean, look, numbers, packed, packed_numbers, slot_of
-from autotax.kernels.context import Context
+from autotax.kernels.context import Context, gdc_wait
 from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.gemm_reduce_scatter.words import TYPES
-from autotax.kernels.primitives import LIMIT, dot
-from autotax.kernels.residency import gdc_wait
-from autotax.kernels.whole_words import store_whole
+from autotax.kernels.primitives import LIMIT, dot, store_whole
 from autotax.operators.all_reduce_norm import GROUP, AllReduceNorm
 
 MOST_SENT = 2048

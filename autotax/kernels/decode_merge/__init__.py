@@ -1,1 +1,1 @@
-"""Decode merge: one module per variant. The exchange and the merge come from `kernels.flash_decode`."""
+"""Decode merge: kernels of its variants. The exchange and the merge come from `kernels.flash_decode`."""

@@ -6,6 +6,7 @@ One buffer carries O and LSE unchanged: per row, `head_dim` elements of the prob
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,16 +16,12 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels import tiling
 from autotax.kernels.context import Context
-from autotax.kernels.decode_merge.layout import Held, Layout, MergeKernel
-from autotax.kernels.decode_merge.partials import load_partial, store_merged
-from autotax.kernels.flash_decode.attention import merge, store_partial
-from autotax.kernels.kernel import VECTOR_BYTES
-from autotax.kernels.primitives import arithmetic
+from autotax.kernels.decode_merge.layout import Held, Layout, MergeKernel, load_partial, store_merged
+from autotax.kernels.flash_decode.attention import merge, place, store_partial
+from autotax.kernels.gemm_reduce_scatter.bsp import all_reduce, reduce_scatter
+from autotax.kernels.kernel import VECTOR_BYTES, Kernel
 from autotax.operators.decode_merge import DecodeMerge
-
-place = arithmetic(tiling.place)
 
 
 @triton.jit(do_not_specialize=["lse", "lens", "starts", "sequences", "rows", "lse_token", "lse_head", "arriving", "part"])
@@ -99,11 +96,9 @@ class Bsp(MergeKernel):
         sent, received = self.sent.view(-1)[: self.owners * part], self.received.view(-1)
         received = received[: self.received.shape[0] * self.received.shape[1] * part]
         return {
-            "layout": layout,
-            "lse_at": lse_at,
-            "sent": sent.view(self.owners, part),
+            "layout": layout, "lse_at": lse_at, "sent": sent.view(self.owners, part),
             "received": received.view(*self.received.shape[:2], part),
-        }
+        }  # fmt: skip
 
 
 def _part(problem: DecodeMerge, layout: Layout) -> tuple[int, int]:
@@ -111,3 +106,33 @@ def _part(problem: DecodeMerge, layout: Layout) -> tuple[int, int]:
     o, lse = layout.arriving * problem.head_dim * problem.item_size, layout.arriving * 4
     before = ceil_div(o, VECTOR_BYTES) * VECTOR_BYTES
     return before, before + ceil_div(lse, VECTOR_BYTES) * VECTOR_BYTES
+
+
+class GatherAndReduce(Kernel[DecodeMerge]):
+    """The other way of serving engines: all-gather of the log-sum-exps, O times its weight, reduce-scatter or all-reduce."""
+
+    def __init__(self, problem: DecodeMerge, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.sums = context.empty((problem.world_size, problem.batch, problem.heads), torch.float32)
+        self.received = context.empty((problem.out_heads, problem.batch, problem.head_dim), torch.float32)
+        self.to_e = math.log(2.0) if problem.base == "2" else 1.0
+
+    def __call__(self, o: Tensor, lse: Tensor, merged: Tensor, out: Tensor) -> None:
+        problem, context = self.problem, self.context
+        if context.dry:
+            return
+        context.all_gather(self.sums, lse)
+        natural = torch.where(self.sums.isfinite(), self.sums * self.to_e, -math.inf)
+        whole = torch.logsumexp(natural, 0)
+        share = torch.exp(natural[context.rank] - whole).nan_to_num_(0.0)[..., None]
+        # Moves heads to the front, so that the heads of each rank are contiguous.
+        weighed = torch.where(share > 0, share * o, 0.0).transpose(0, 1).contiguous()
+        first = 0
+        if problem.output == "head_scatter":
+            first = context.rank * problem.out_heads
+            reduce_scatter(context, self.received, weighed)
+            weighed = self.received
+        else:
+            all_reduce(context, weighed)
+        out.copy_(weighed.transpose(0, 1))
+        merged.copy_(whole[:, first : first + problem.out_heads] / self.to_e)

@@ -1,4 +1,7 @@
-"""The host side shared by the variants: the distribution of rows to programs and ranks, and the calls that a kernel can serve."""
+"""What the variants share: the distribution of rows to programs and ranks, and loads and stores of O and LSE.
+
+A row is (query token, head). Inside the kernels log-sum-exps have base 2, and an empty row is (0, -inf), as in `flash_decode`.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import power_of_two
-from autotax.kernels.context import Context
+from autotax.kernels.context import Context, all_resident
+from autotax.kernels.flash_decode.attention import store_rows
 from autotax.kernels.kernel import Kernel
-from autotax.kernels.residency import all_resident
 from autotax.operators.decode_merge import DecodeMerge
 
 Held = tuple[Tensor, Tensor]
-"""Number of tokens of each sequence on this rank, int32 [sequences], and the first query token of each sequence, int32 [sequences
-+ 1]: see `partials.holds_nothing`.
-"""
+"""Tokens of each sequence on this rank, and the first query token of each sequence: see `holds_nothing`."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,14 @@ class Layout:
         block_d = max(16, power_of_two(dim))
         block = {"GROUP": together, "HEAD_DIM": dim, "BLOCK_G": power_of_two(together), "BLOCK_D": block_d}
         return cls(
-            rows=problem.batch * problem.heads,
-            arriving=problem.batch * problem.out_heads,
-            share=problem.out_heads if problem.output == "head_scatter" else 0,
-            together=together,
+            rows=problem.batch * problem.heads, arriving=problem.batch * problem.out_heads,
+            share=problem.out_heads if problem.output == "head_scatter" else 0, together=together,
             block=block | {"BASE_E": problem.base == "e"},
-        )
+        )  # fmt: skip
 
 
 class MergeKernel(Kernel[DecodeMerge]):
-    """A variant whose kernel is built for a number of query tokens and serves any smaller number; memory and flags keep their
-    places.
-    """
+    """A variant built for a number of query tokens that serves any smaller number; memory and flags keep their places."""
 
     def __init__(self, problem: DecodeMerge, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
@@ -60,9 +59,7 @@ class MergeKernel(Kernel[DecodeMerge]):
         self.how = {"num_warps": config["num_warps"]}
 
     def changes_for(self, smaller: DecodeMerge) -> dict[str, Any]:  # noqa: ARG002
-        """Any number of tokens: missing rows are sent as empty ones, so that every flag is raised and every word gets the tag of
-        the call.
-        """
+        """Any number of tokens: missing rows are sent as empty ones, so all flags are raised and all words get the call's tag."""
         return {}
 
     def own(self, o: Tensor, lse: Tensor, held: Held | None) -> tuple[Any, ...]:
@@ -84,10 +81,8 @@ def inbox_of(problem: DecodeMerge, layout: Layout, context: Context) -> tuple[Te
     return o, context.heap.alloc((2, world, rows), torch.float32)
 
 
-# The host side of `words` and `compact`: one launch whose programs all run at the same time.
-
 class AtOnce(MergeKernel):
-    """Programs that first send, then wait. Each program has its own epoch and advances it at its end."""
+    """One launch of programs that run at the same time: they send, then wait. Each has its own epoch, advanced at its end."""
 
     KERNEL: Any
     memory: tuple[Tensor, ...]
@@ -114,3 +109,64 @@ class AtOnce(MergeKernel):
             context.rank, self.taken, layout.rows, layout.arriving,
             WORLD=self.problem.world_size, **self.constants, **self.how,
         )  # fmt: skip
+
+
+@triton.jit
+def holds_nothing(lens, starts, sequences, token):
+    """Whether the sequence of a query token has no tokens on this rank, or the token lies past the last sequence.
+
+    `lens` int32 [sequences] counts the tokens of each sequence on this rank. `starts` int32 [sequences + 1] gives the first query
+    token of each sequence; its last entry is the number of query tokens.
+    """
+    ended = 0
+    for block in tl.range(0, sequences, 128, num_stages=1):
+        at = block + tl.arange(0, 128)
+        ended += tl.sum((tl.load(starts + 1 + at, mask=at < sequences, other=2147483647) <= token).to(tl.int32))
+    length = tl.load(lens + tl.minimum(ended, sequences - 1))
+    return (ended >= sequences) | (length == 0)
+
+
+@triton.jit
+def load_partial(
+    o, lse, lens, starts, sequences, first, rows, heads, lse_token, lse_head,
+    BASE_E: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Loads rows first ... first + GROUP of O [tokens, heads, head_dim] and LSE as float32 [BLOCK_G, BLOCK_D] and [BLOCK_G].
+
+    `lse_token` and `lse_head` are the strides of LSE. The result is (0, -inf) for rows whose LSE is not finite, whatever O holds
+    there, for rows from `rows` on, and with `lens` for tokens of which this rank `holds_nothing`. BLOCK_D may be a part of
+    HEAD_DIM; then `o` points to the first column of that part.
+    """
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    row = first + g
+    there = (g < GROUP) & (row < rows)
+    at = lse + (row // heads).to(tl.int64) * lse_token + (row % heads).to(tl.int64) * lse_head
+    sums = tl.load(at, mask=there, other=float("-inf"))
+    tile = tl.load(
+        o + row.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], mask=there[:, None] & (d < HEAD_DIM)[None, :], other=0.0
+    )
+    if BASE_E:
+        sums = sums * 1.4426950408889634
+    some = (sums > float("-inf")) & (sums < float("inf"))
+    if lens is not None:
+        some = some & (holds_nothing(lens, starts, sequences, first // heads) == 0)
+    return tl.where(some[:, None], tile.to(tl.float32), 0.0), tl.where(some, sums, float("-inf"))
+
+
+@triton.jit
+def store_merged(
+    o, lse, out, out_lse, first, WITH_LSE,
+    BASE_E: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """Writes rows first ... first + GROUP of the merged O [rows, head_dim], and with WITH_LSE of the merged LSE [rows]."""
+    g = tl.arange(0, BLOCK_G)
+    if TARGET == "interpreter" and tl.bfloat16 == out.dtype.element_ty:
+        # The interpreter's own conversion truncates, which has twice the error of rounding.
+        bits = o.to(tl.int32, bitcast=True)
+        o = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    store_rows(o, out, first + g, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    if BASE_E:
+        lse = lse * 0.6931471805599453
+    tl.store(out_lse + first + g, lse, mask=(g < GROUP) & WITH_LSE)

@@ -1,1 +1,1 @@
-"""Distributed Flash Decode: one module per variant. The ladder goes from bulk-synchronous kernels to a single kernel."""
+"""Distributed Flash Decode: kernels of its variants. The ladder goes from bulk-synchronous kernels to a single kernel."""

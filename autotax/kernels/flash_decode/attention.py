@@ -1,8 +1,8 @@
 """Partial attention over a piece of the KV cache, and the merge of partial results: every Flash Decode variant uses them.
 
-A partial result of some rows (query heads) is (o, lse): the softmax-weighted mean of V over the piece, and the base-2
-logarithm of the sum of exp2(score) over it, both float32. An empty piece is (0, -inf). Merging weighs each o by exp2(lse - max
-lse). This is the online softmax of Flash Attention, split along the sequence (Flash-Decoding).
+A partial result of some rows (query heads) is (o, lse): the softmax-weighted mean of V over the piece, and the base-2 logarithm
+of the sum of exp2(score) over it, both float32. An empty piece is (0, -inf). Merging weighs each o by exp2(lse - max lse). This
+is the online softmax of Flash Attention, split along the sequence (Flash-Decoding).
 
 Layouts: row numbers are batch * q_heads + head, so the query heads of one KV head are neighbours. Partial results are o [pieces,
 rows, head_dim] and lse [pieces, rows]. With output `head_scatter` rows are ordered by the rank that owns them (see `place`), so
@@ -13,9 +13,7 @@ import triton
 import triton.language as tl
 
 from autotax.kernels import tiling
-from autotax.kernels.flash_decode.by_block import attend_by_block
-from autotax.kernels.flash_decode.by_head import attend_by_head
-from autotax.kernels.flash_decode.by_warp import attend_by_warp
+from autotax.kernels.flash_decode.cores import attend_by_block, attend_by_head, attend_by_warp
 from autotax.kernels.primitives import arithmetic
 
 chiplet = arithmetic(tiling.chiplet)
@@ -34,8 +32,7 @@ def attend(
     `scale` is the softmax scale times log2(e). Rows past GROUP and columns past HEAD_DIM are padding. With PAGE tokens per page,
     `table` holds the page numbers of each sequence; only entries of existing tokens are loaded. Without pages it is None. WARPS >
     0: each warp handles its own tokens of a block. WARPS = 0: all warps share each block. WARPS < 0: each of -WARPS warps handles
-    one KV head. Then an `item` is -WARPS KV heads, GROUP counts the rows of all of them, and `kv_heads` is the number of items
-    per sequence.
+    one KV head; then an `item` is -WARPS KV heads, GROUP counts the rows of all, and `kv_heads` are the items of a sequence.
 
     Rows are QUERIES query tokens of each of GROUP / QUERIES heads; `lengths` is [batch, QUERIES]. Three arguments may be None.
     `starts` has the shape of `lengths`: the first token that a query token sees. `scales` [2, kv_heads] belong to K and V.
@@ -60,9 +57,7 @@ def attend(
 
 
 @triton.jit
-def store_rows(
-    o, out, at, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+def store_rows(o, out, at, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
     """Writes GROUP rows to rows `at` [BLOCK_G] of out [rows, head_dim], converted to its type."""
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -86,10 +81,7 @@ def store_partial(
 
 @triton.jit
 def places(before, item, kv_heads, rows, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, SHARE: tl.constexpr):
-    """Row numbers [BLOCK_G] of the partial results of KV head `item`; `before` rows precede all of them.
-
-    SHARE: query heads that each rank owns, or 0 where all ranks get all heads.
-    """
+    """Row numbers [BLOCK_G] of KV head `item`, behind `before` rows. SHARE: query heads that a rank owns, 0 where all get all."""
     g = tl.arange(0, BLOCK_G)
     return before + place(item * GROUP + g, rows, kv_heads * GROUP, SHARE) if SHARE > 0 else before + item * GROUP + g
 
@@ -102,8 +94,8 @@ def merge(
     """Merges PIECES partial results of rows first ... first + GROUP; strides are elements between pieces.
 
     The log-sum-exps are loaded first, so that the loads of all pieces are independent of each other. On NVIDIA the `.cg` loads
-    bypass the L1, because another processor or rank may have written the data during this kernel. On AMD `.cg` is only a hint not
-    to keep the line; there the acquire of a flag or count has already invalidated stale lines.
+    bypass the L1, because another processor or rank may have written the data during this kernel. On AMD `.cg` is only a hint;
+    there the acquire of a flag or count has already invalidated stale lines.
     """
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -148,11 +140,9 @@ def split_kernel(
 
 @triton.jit
 def work_of(program, items, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr):
-    """The (item, split) of a program: all splits of an item and then the next item, or with SPLIT_FIRST one split of every item
-    and then the next split.
+    """The (item, split) of a program: all splits of an item and then the next item, or with SPLIT_FIRST one split of all.
 
-    The hardware deals programs to dies in turn. The order gives each die neighbouring splits, or with SPLIT_FIRST neighbouring
-    items.
+    The hardware deals programs to dies in turn. The order gives a die neighbouring splits, or with SPLIT_FIRST items.
     """
     if SPLIT_FIRST:
         item = chiplet(program % items, items, CHIPLETS)

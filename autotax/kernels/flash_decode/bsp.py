@@ -1,6 +1,8 @@
-"""bsp: the bulk-synchronous baseline. Split kernel, local merge, the collective library's all-gather, merge over the ranks.
+"""Variants of separate launches. bsp, the baseline: splits, local merge, the library's all-gather, merge over ranks.
 
-With output `head_scatter` an all-to-all replaces the all-gather: each rank receives the rows that it owns.
+With output `head_scatter` an all-to-all replaces the all-gather: each rank receives the rows that it owns. In gather and
+fine_grained a push replaces the collective: every rank, the sender included, gets the whole partial result of a rank, or the rows
+that it owns. Their inbox is that of `exchange`, with one flag per source, which all programs that send to a rank signal.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.kernels.context import Context
-from autotax.kernels.flash_decode.attention import attend, merge, place, split_kernel, store_partial, work_of
-from autotax.kernels.flash_decode.shapes import DecodeBase, Shapes
+from autotax.kernels.flash_decode.attention import attend, merge, place, split_kernel, store_partial, store_rows, work_of
+from autotax.kernels.flash_decode.shapes import DecodeKernel, Inbox, Shapes
+from autotax.kernels.primitives import EPOCH, copy, flag_address, leave, signal, translate, wait
 from autotax.operators.flash_decode import FlashDecode
 
 
@@ -65,19 +68,48 @@ def store_part(
     o, lse, parts, first, arriving, part,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows of one owner to parts [world, part]. The part of a rank holds the results of the `arriving` rows that it owns,
-    then their log-sum-exps.
-    """
+    """Writes rows of one owner to parts [world, part]: results of the `arriving` rows that it owns, then their log-sum-exps."""
     parts += (first // arriving).to(tl.int64) * part
     at = first % arriving + tl.arange(0, BLOCK_G)
     store_partial(o, lse, parts, parts + arriving * HEAD_DIM, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
 
 
-class Bsp(DecodeBase):
+class Separate(DecodeKernel):
+    """A variant that computes the splits, and merges them, in launches of their own."""
+
+    o: Tensor
+    lse: Tensor
+    """Partial results of this rank."""
+    split_o: Tensor
+    split_lse: Tensor
+    """Partial results of the splits."""
+
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.shapes = shapes = Shapes.of(problem, config, context.target)
-        rows, dim, splits, f32 = shapes.rows, problem.head_dim, config["splits"], torch.float32
+        self.shapes = Shapes.of(problem, config, context.target)
+
+    def attend(self, inputs: list[Tensor | None]) -> None:
+        """Enqueues attention over the splits."""
+        shapes = self.shapes
+        self.context.launch(
+            split_kernel, (shapes.items * self.config["splits"],),
+            *inputs, self.split_o, self.split_lse, shapes.kv_heads, shapes.rows, self.problem.shard_len, shapes.scale, **shapes.attend,
+        )  # fmt: skip
+
+    def merge_splits(self) -> None:
+        """Enqueues the merge of the splits."""
+        shapes = self.shapes
+        self.context.launch(
+            merge_kernel, (shapes.rows // shapes.heads,),
+            self.split_o, self.split_lse, self.o, self.lse, shapes.rows * self.problem.head_dim, shapes.rows,
+            PIECES=self.config["splits"], **shapes.merge,
+        )  # fmt: skip
+
+
+class Bsp(Separate):
+    def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        shapes, rows, dim, splits, f32 = self.shapes, self.shapes.rows, problem.head_dim, config["splits"], torch.float32
         # One buffer holds o [rows, dim] and then lse [rows], so that one collective sends both.
         self.partial = context.empty((problem.world_size if shapes.scatter else 1, shapes.part), f32)
         self.gathered = context.empty((problem.world_size, shapes.part), f32)
@@ -95,7 +127,9 @@ class Bsp(DecodeBase):
             self._attend_for_owners(inputs)
             context.all_to_all(self.gathered, self.partial)
         else:
-            self._attend_for_all(inputs)
+            self.attend(inputs)
+            if self.config["splits"] > 1:
+                self.merge_splits()
             context.all_gather(self.gathered, self.partial)
         context.launch(
             merge_kernel, (shapes.arriving // shapes.heads,),
@@ -103,41 +137,19 @@ class Bsp(DecodeBase):
             PIECES=self.problem.world_size, **shapes.merge,
         )  # fmt: skip
 
-    def _attend_for_all(self, inputs: list[Tensor | None]) -> None:
-        problem, context, shapes, splits = self.problem, self.context, self.shapes, self.config["splits"]
-        context.launch(
-            split_kernel,
-            (shapes.items * splits,),
-            *inputs, self.split_o, self.split_lse, shapes.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
-            **shapes.attend,
-        )  # fmt: skip
-        if splits > 1:
-            context.launch(
-                merge_kernel, (shapes.rows // shapes.heads,),
-                self.split_o, self.split_lse, self.o, self.lse, shapes.rows * problem.head_dim, shapes.rows,
-                PIECES=splits, **shapes.merge,
-            )  # fmt: skip
-
     def _attend_for_owners(self, inputs: list[Tensor | None]) -> None:
-        problem, context, shapes, splits = self.problem, self.context, self.shapes, self.config["splits"]
+        context, shapes, splits = self.context, self.shapes, self.config["splits"]
+        parts = self.partial, shapes.rows, shapes.arriving, shapes.part
         if splits == 1 and shapes.attend["SHARE"] % shapes.attend["GROUP"] == 0:
             context.launch(
-                split_for_owners_kernel,
-                (shapes.items,),
-                *inputs, self.partial, shapes.kv_heads, shapes.rows, shapes.arriving, shapes.part, problem.shard_len, shapes.scale,
-                **shapes.attend,
+                split_for_owners_kernel, (shapes.items,),
+                *inputs, self.partial, shapes.kv_heads, *parts[1:], self.problem.shard_len, shapes.scale, **shapes.attend,
             )  # fmt: skip
             return
-        context.launch(
-            split_kernel,
-            (shapes.items * splits,),
-            *inputs, self.split_o, self.split_lse, shapes.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
-            **shapes.attend,
-        )  # fmt: skip
+        self.attend(inputs)
         context.launch(
             merge_for_owners_kernel, (shapes.rows // shapes.heads,),
-            self.split_o, self.split_lse, self.partial, shapes.rows, shapes.arriving, shapes.part,
-            PIECES=splits, **shapes.merge,
+            self.split_o, self.split_lse, *parts, PIECES=splits, **shapes.merge,
         )  # fmt: skip
 
     def changes_for(self, smaller: FlashDecode) -> dict[str, Any]:
@@ -150,12 +162,127 @@ class Bsp(DecodeBase):
         o, lse = partial[0, : rows * dim], partial[0, rows * dim :]
         own = splits > 1 or shapes.scatter
         return {
-            "shapes": shapes,
-            "partial": partial,
-            "gathered": gathered,
-            "o": o,
-            "lse": lse,
+            "shapes": shapes, "partial": partial, "gathered": gathered, "o": o, "lse": lse,
             "all_lse": gathered.view(-1)[shapes.arriving * dim :],
             "split_o": self.split_o.view(-1)[: splits * rows * dim].view(splits, rows, dim) if own else o,
             "split_lse": self.split_lse.view(-1)[: splits * rows].view(splits, rows) if own else lse,
-        }
+        }  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rank"])
+def push_kernel(
+    o, lse, inbox_o, inbox_lse, flags, bases, control, rank, arriving,
+    WORLD: tl.constexpr, SENDERS: tl.constexpr, SCATTER: tl.constexpr, WAIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """SENDERS programs per destination; each sends a share of o [arriving, head_dim] and lse, with SCATTER of its rows.
+
+    With WAIT the last sender to each destination also waits for one source, after it has sent. So then all have arrived.
+    """
+    epoch = tl.load(control + EPOCH)
+    hop = tl.program_id(0) // SENDERS + 1
+    part = tl.program_id(0) % SENDERS
+    peer = (rank + hop) % WORLD
+    if SCATTER:
+        o += peer.to(tl.int64) * arriving * HEAD_DIM
+        lse += peer * arriving
+    per = tl.cdiv(arriving, SENDERS)
+    start = tl.minimum(part * per, arriving)
+    end = tl.minimum(start + per, arriving)
+    slot = (epoch & 1) * WORLD + rank
+    there_o = translate(inbox_o, bases, rank, peer) + slot.to(tl.int64) * arriving * HEAD_DIM
+    copy(there_o, o, start * HEAD_DIM, end * HEAD_DIM, BLOCK, ALIGNED)
+    copy(translate(inbox_lse, bases, rank, peer) + slot * arriving, lse, start, end, BLOCK, 1)
+    signal(flag_address(flags, rank, bases, rank, peer), 1, TARGET, "sys")
+    if WAIT:
+        if part == SENDERS - 1:
+            source = (rank + WORLD - hop) % WORLD
+            wait(flags + source, epoch * SENDERS, source, source, control, TARGET)
+
+
+@triton.jit
+def combine_kernel(
+    out, inbox_o, inbox_lse, control, arriving, WORLD: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    epoch = tl.load(control + EPOCH)
+    first = tl.program_id(0) * GROUP
+    slot = (epoch & 1) * WORLD
+    o, _ = merge(
+        inbox_o + slot.to(tl.int64) * arriving * HEAD_DIM, inbox_lse + slot * arriving, first, arriving * HEAD_DIM, arriving,
+        WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
+    )  # fmt: skip
+    store_rows(o, out, first + tl.arange(0, BLOCK_G), GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    leave(control, epoch, tl.num_programs(0), TARGET)
+
+
+class Gather(Separate):
+    """Our own all-gather replaces that of the library: the push waits until all sources have arrived."""
+
+    WAIT = True
+
+    def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        rows, dim, splits = self.shapes.rows, problem.head_dim, config["splits"]
+        self.inbox = Inbox.of(problem, config, context, self.shapes)
+        self.o, self.lse = context.empty((rows, dim), torch.float32), context.empty((rows,), torch.float32)
+        self.split_o = context.empty((splits, rows, dim), torch.float32)
+        self.split_lse = context.empty((splits, rows), torch.float32)
+        self.flags = context.flags(problem.world_size)
+
+    def __call__(self, *tensors: Tensor) -> None:
+        context, shapes, inbox, world = self.context, self.shapes, self.inbox, self.problem.world_size
+        inputs, out = self.inputs_of(tensors)
+        self.attend(inputs)
+        self.merge_splits()
+        context.launch(
+            push_kernel, (world * self.config["senders"],),
+            self.o, self.lse, inbox.o, inbox.lse, self.flags, context.heap.bases, self.control, context.rank, shapes.arriving,
+            WORLD=world, WAIT=self.WAIT, **shapes.bulk(self.config),
+        )  # fmt: skip
+        self.merge_ranks(out)
+
+    def merge_ranks(self, out: Tensor) -> None:
+        """Enqueues the merge over the ranks."""
+        shapes, inbox = self.shapes, self.inbox
+        self.context.launch(
+            combine_kernel, (shapes.arriving // shapes.heads,),
+            out, inbox.o, inbox.lse, self.control, shapes.arriving, WORLD=self.problem.world_size, **shapes.merge,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rank"])
+def combine_when_arrived_kernel(
+    out, inbox_o, inbox_lse, flags, control, rank, arriving, WORLD: tl.constexpr, SENDERS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    epoch = tl.load(control + EPOCH)
+    first = tl.program_id(0) * GROUP
+    for hop in tl.range(0, WORLD, num_stages=1):
+        source = (rank + WORLD - hop) % WORLD
+        wait(flags + source, epoch * SENDERS, source, source, control, TARGET)
+    slot = (epoch & 1) * WORLD
+    o, _ = merge(
+        inbox_o + slot.to(tl.int64) * arriving * HEAD_DIM, inbox_lse + slot * arriving, first, arriving * HEAD_DIM, arriving,
+        WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
+    )  # fmt: skip
+    store_rows(o, out, first + tl.arange(0, BLOCK_G), GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    leave(control, epoch, tl.num_programs(0), TARGET)
+
+
+class FineGrained(Gather):
+    """The push of `Gather`, without its barrier: the merge over the ranks waits source by source.
+
+    Why every wait ends: only the last launch waits, for the pushes of all ranks, and pushing programs do not wait.
+    """
+
+    WAIT = False
+
+    def merge_ranks(self, out: Tensor) -> None:
+        context, shapes, inbox = self.context, self.shapes, self.inbox
+        context.launch(
+            combine_when_arrived_kernel, (shapes.arriving // shapes.heads,),
+            out, inbox.o, inbox.lse, self.flags, self.control, context.rank, shapes.arriving,
+            WORLD=self.problem.world_size, SENDERS=self.config["senders"], **shapes.merge,
+        )  # fmt: skip

@@ -1,18 +1,15 @@
-"""resident: one kernel of three phases without special roles. All programs compute attention; then each merges some rows over the
-splits and pushes them; then it merges the same rows of all ranks. So LL words carry an all-reduce within the rank and then across
-the ranks.
+"""resident: one kernel of three phases, in which LL words carry an all-reduce within the rank and across ranks.
 
-Why every wait ends: the second phase waits for the first phase of all programs of this rank, the third for the second phase of
-all ranks. A program finishes each phase before it waits in the next, and all programs are resident at the same time. The launch
-is cooperative, so CUDA refuses a grid that does not fit. The interpreter runs programs one after the other, so it gets a single
-one.
+All programs compute attention; then each merges some rows over the splits and pushes them; then it merges these rows of all
+ranks. A program finishes each phase before it waits in the next, and all programs are resident at the same time: the launch is
+cooperative, so CUDA refuses a grid that does not fit. The interpreter runs programs one after the other, so it gets one.
 
 If a KV head is not split and all its query heads go to the same ranks, the first phase pushes and the second is skipped. The
 words of the splits need one slot only: a rank overwrites them in its next launch, when all have been read.
 
-There are no other waits between programs. With EARLY (a programmatic dependent launch, from Hopper on) the launch begins while
-the previous kernel ends. Programs become resident, then wait for the end of that kernel before they access memory. No counter of
-finished programs is needed: each program has its own epoch and advances it at its end.
+With EARLY (a programmatic dependent launch, from Hopper on) the launch begins while the previous kernel ends. Programs become
+resident, then wait for the end of that kernel before they access memory. No counter of finished programs is needed: each program
+has its own epoch and advances it at its end.
 """
 
 from __future__ import annotations
@@ -24,13 +21,11 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import power_of_two
-from autotax.kernels.context import Context
+from autotax.kernels.context import Context, all_resident, gdc_wait, threads_of
 from autotax.kernels.flash_decode.attention import attend, place, places, work_of
-from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
-from autotax.kernels.flash_decode.ll_packets import merge_words, store_words
+from autotax.kernels.flash_decode.exchange import distances, merge_words, push_result, receive_result, store_words
 from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes, chunk_of
 from autotax.kernels.primitives import LIMIT
-from autotax.kernels.residency import all_resident, gdc_wait, threads_of
 from autotax.operators.flash_decode import FlashDecode
 
 
@@ -44,9 +39,7 @@ def resident_kernel(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`splits` are words [SPLITS, rows, head_dim], `inbox` as in `exchange`, `epochs` int32 [programs]. A merging program handles
-    one of PARTS column ranges of its rows.
-    """
+    """A merging program takes one of PARTS column ranges. `splits` are words [SPLITS, rows, head_dim], `epochs` [programs]."""
     DIRECT: tl.constexpr = SPLITS == 1 and SHARE % GROUP == 0
     PART: tl.constexpr = BLOCK_D // PARTS
     if EARLY:
@@ -112,23 +105,16 @@ class Resident(DecodeKernel):
         part = shapes.attend["BLOCK_D"] // parts
         self.merge = {
             "SPLIT_CHUNK": chunk_of(splits, shapes.heads, part, threads),
-            "CHUNK": chunk_of(problem.world_size, shapes.heads, part, threads),
-            "PARTS": parts,
-            "EARLY": early,
-        }
+            "CHUNK": chunk_of(problem.world_size, shapes.heads, part, threads), "PARTS": parts, "EARLY": early,
+        }  # fmt: skip
 
     def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes = self.problem, self.context, self.shapes
         inputs, out = self.inputs_of(tensors)
         context.launch(
-            resident_kernel,
-            (self.programs,),
+            resident_kernel, (self.programs,),
             *inputs, out, self.splits, self.inbox, context.heap.bases, self.control, self.epochs,
             context.rank, shapes.items, shapes.kv_heads, shapes.rows, shapes.arriving, problem.shard_len, shapes.scale,
-            WORLD=problem.world_size,
-            HEADS=shapes.heads,
-            BLOCK_H=power_of_two(shapes.heads),
-            **self.merge,
-            **shapes.attend,
+            WORLD=problem.world_size, HEADS=shapes.heads, BLOCK_H=power_of_two(shapes.heads), **self.merge, **shapes.attend,
             **self.options,
         )  # fmt: skip

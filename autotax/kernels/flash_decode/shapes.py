@@ -13,9 +13,8 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels.context import Context
+from autotax.kernels.context import Context, threads_of
 from autotax.kernels.kernel import Kernel
-from autotax.kernels.residency import threads_of
 from autotax.operators.flash_decode import FlashDecode
 
 
@@ -50,32 +49,18 @@ class Shapes:
         assert isinstance(heads, int)
         block_d = max(16, power_of_two(head_dim))
         attend = {
-            "GROUP": group,
-            "QUERIES": problem.queries,
-            "HEAD_DIM": head_dim,
-            "SPLITS": config["splits"],
-            "SPLIT_FIRST": config["order"] == "split_first",
-            "CHIPLETS": config["chiplets"],
-            "BLOCK_G": max(least, power_of_two(group)),
-            "BLOCK_D": block_d,
-            "BLOCK_S": config["block_s"],
-            "PAGE": problem.page,
+            "GROUP": group, "QUERIES": problem.queries, "HEAD_DIM": head_dim, "SPLITS": config["splits"],
+            "SPLIT_FIRST": config["order"] == "split_first", "CHIPLETS": config["chiplets"],
+            "BLOCK_G": max(least, power_of_two(group)), "BLOCK_D": block_d, "BLOCK_S": config["block_s"], "PAGE": problem.page,
             "WARPS": {"by_block": 0, "by_warp": num_warps, "by_head": -num_warps}[attend],
             "SHARE": problem.out_heads * problem.queries if problem.output == "head_scatter" else 0,
-            "num_warps": config["num_warps"],
-            "num_stages": config["num_stages"],
-        }
+            "num_warps": config["num_warps"], "num_stages": config["num_stages"],
+        }  # fmt: skip
         merge = {"GROUP": heads, "HEAD_DIM": head_dim, "BLOCK_G": power_of_two(heads), "BLOCK_D": block_d}
         return cls(
-            items=problem.batch * problem.kv_heads // together,
-            kv_heads=problem.kv_heads // together,
-            rows=problem.rows,
-            arriving=problem.out_rows,
-            scale=math.log2(math.e) / math.sqrt(head_dim),
-            attend=attend,
-            heads=heads,
-            merge=merge,
-        )
+            items=problem.batch * problem.kv_heads // together, kv_heads=problem.kv_heads // together, rows=problem.rows,
+            arriving=problem.out_rows, scale=math.log2(math.e) / math.sqrt(head_dim), attend=attend, heads=heads, merge=merge,
+        )  # fmt: skip
 
     @property
     def scatter(self) -> bool:
@@ -84,8 +69,9 @@ class Shapes:
 
     @property
     def part(self) -> int:
-        """Size, in float32 elements, of the message that the collective library sends from one rank to another: the results of
-        the arriving rows, then their log-sum-exps. Messages are contiguous, so each must begin at a multiple of 16 bytes.
+        """Float32 elements of the library's message between two ranks: results of the arriving rows, then their log-sum-exps.
+
+        Messages are contiguous, so each must begin at a multiple of 16 bytes.
         """
         return self.arriving * self.merge["HEAD_DIM"] + (ceil_div(self.arriving, 4) * 4 if self.scatter else self.arriving)
 
@@ -120,9 +106,7 @@ class DecodeKernel(DecodeBase):
     """A variant whose workspaces depend on the batch, and not on the capacity for tokens."""
 
     def changes_for(self, smaller: FlashDecode) -> dict[str, Any] | None:
-        """Allows fewer tokens but not fewer sequences. Flags count signals, so every call must raise all of them. LL tags repeat,
-        so every call must write all words.
-        """
+        """Fewer tokens but not fewer sequences: every call must raise all flags and, because LL tags repeat, write all words."""
         return {} if smaller.batch == self.problem.batch else None
 
 
@@ -166,8 +150,6 @@ class Inbox:
 
 
 def chunk_of(pieces: int, heads: int, width: int, threads: int) -> int:
-    """Number of the `pieces` partial results that `merge_words` polls at a time, in rows of `width` words; a power of two. A
-    program then polls at least one word per thread (see `ll_packets`), and at most MOST_WORDS.
-    """
+    """How many of `pieces` results `merge_words` polls together, in rows of `width` words: one to MOST_WORDS words a thread."""
     words = power_of_two(heads) * width
     return max(1, ceil_div(threads, words), min(power_of_two(pieces), MOST_WORDS * threads // words))

@@ -26,11 +26,10 @@ from autotax.core.config import Config
 from autotax.core.problem import ceil_div
 from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.gemm import load_tile, next_item
-from autotax.kernels.context import Context
+from autotax.kernels.context import Context, all_resident, gdc_wait
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, arithmetic, copy, dot, flag_address, leave, signal, signal_all, translate, wait
-from autotax.kernels.residency import all_resident, gdc_wait
 from autotax.operators.gather_attention import GatherAttention
 
 chiplet = arithmetic(tiling.chiplet)

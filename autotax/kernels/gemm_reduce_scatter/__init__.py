@@ -1,1 +1,1 @@
-"""GEMM + Reduce-Scatter and GEMM + All-Reduce: one module per variant, and shared code in `product` and `reduction`."""
+"""GEMM + Reduce-Scatter and GEMM + All-Reduce: kernels of their variants, and shared code in `product` and `reduction`."""

@@ -1,6 +1,4 @@
-"""Sums by the collective library, for the baseline and for the alternatives. The library adds in the type of the
-tensors and in its own order.
-"""
+"""The bulk-synchronous baseline, and sums by the collective library, which adds in the tensors' type and in its own order."""
 
 from __future__ import annotations
 
@@ -11,15 +9,13 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.kernels.context import Context
-from autotax.kernels.gemm_reduce_scatter.addends import Adding
+from autotax.kernels.gemm_reduce_scatter.reduction import Adding
 from autotax.kernels.gemm_reduce_scatter.scaled_sums import Scaled
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
 
 def reduce_scatter(context: Context, received: Tensor, sent: Tensor) -> None:
-    """`received` = the sum over the ranks of this rank's part of `sent`. The first dimension of `sent` is cut into
-    equal parts.
-    """
+    """`received` = the sum over the ranks of this rank's part of `sent`, whose first dimension is cut into equal parts."""
     if not context.dry:
         # torch 2.13 renamed the function and warns about the old name.
         scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -63,7 +59,7 @@ class Bsp(Adding):
 
 
 class ScaledBsp(Scaled, Bsp):
-    """See Bsp."""
+    """`Bsp` with a product of e4m3."""
 
 
 def bsp(problem: GemmReduceScatter, config: Config, context: Context) -> Adding:

@@ -1,11 +1,8 @@
-"""decomposed: calls of the vendor's GEMM compute the rows of one rank after another. Each result is sent while the
-next is computed.
+"""decomposed: calls of the vendor's GEMM compute the rows of one rank after another, each while the result before is sent.
 
-The number of GEMMs is a trade-off: few large ones are fast, the results of many small ones can be sent early.
-`products` is one of
+The number of GEMMs is a trade-off: few large ones are fast, the results of many small ones can be sent early. `products` is one of
 - `one`: all rows at once; then all rows are sent;
-- `each`: owner by owner, rank + 1 first and this rank's rows last, so that every rank receives from one rank at a
-  time;
+- `each`: owner by owner, rank + 1 first and this rank's rows last, so that every rank receives from one rank at a time;
 - `halves`: like `each`, with two GEMMs per owner.
 
 `sender` is one of
@@ -13,12 +10,9 @@ The number of GEMMs is a trade-off: few large ones are fast, the results of many
 - `kernel`: a kernel of `comm` programs sends;
 - `product`: the GEMM stores its result directly in the owner's memory.
 
-After this rank's last GEMM one kernel adds up the received rows, in the order of the ranks. With a replicated output
-another kernel receives the sums of the other ranks.
-
-Waits: a rank waits for no other rank before all its own sends are enqueued. The exception is `open_slot`, which waits
-for peers to finish the call two calls ago: see `all_gather_gemm.push_gather`. A flag of the copy engines is a copy of
-the ticket in which `open_slot` wrote the number of this call. Stream order puts the flag after its data.
+After this rank's last GEMM one kernel adds up the received rows. With a replicated output another kernel receives the sums of the
+other ranks. A flag of the copy engines is a copy of the ticket in which `open_slot` wrote the number of this call; stream order
+puts it after its data. See docs/memory-model.md for why every wait ends.
 """
 
 from __future__ import annotations
@@ -35,8 +29,8 @@ from autotax.core.config import Config
 from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.push_gather import open_slot
 from autotax.kernels.context import Context
-from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends
-from autotax.kernels.gemm_reduce_scatter.reduction import receive_sums, store_sum, sum_of_ranks, tell_sums
+from autotax.kernels.gemm_reduce_scatter.reduction import Adding, addends, receive_sums, store_sum, sum_of_ranks, tell_sums
+from autotax.kernels.gemm_reduce_scatter.scaled_sums import Scaled
 from autotax.kernels.primitives import EPOCH, copy, count, flag_address, signal, translate, wait
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
@@ -195,3 +189,9 @@ class Decomposed(Adding):
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:  # noqa: ARG002
         """Supports any number of rows: slots keep the places they have for the most rows, and every call raises every flag."""
         return {}
+
+
+class ScaledDecomposed(Scaled, Decomposed):
+    """`decomposed` with products of e4m3."""
+
+    """`Decomposed` with products of e4m3."""

@@ -1,12 +1,9 @@
-"""Alternatives that a tuned config is compared with, and that may win: torch's operators, the library in other ways. And the GEMM
-alone, a bound.
-"""
+"""Alternatives, which may win: torch's operators, other calls of the collective library, Iris. And the GEMM alone, a bound."""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,12 +12,10 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.kernels.all_gather_gemm.scaled_shards import Quantiser
 from autotax.kernels.context import Context
-from autotax.kernels.deep_gemm import DeepGemm
 from autotax.kernels.gemm_reduce_scatter.bsp import Bsp
 from autotax.kernels.gemm_reduce_scatter.scaled_sums import Multiplying, Scaled
-from autotax.kernels.iris_calls import TILES, IrisCall, IrisSum
 from autotax.kernels.kernel import Kernel
-from autotax.kernels.libraries import Nccl, group_name, keep_workspace, pipeline, symmetric
+from autotax.kernels.libraries import TILES, DeepGemm, IrisCall, IrisSum, Nccl, group_name, keep_workspace, pipeline, symmetric
 from autotax.kernels.scaled_product import FAST, LIBRARY
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
@@ -31,7 +26,7 @@ def _columns(problem: GemmReduceScatter, b: Tensor) -> Tensor:
 
 
 class TorchFused(Kernel[GemmReduceScatter]):
-    """torch.ops.symm_mem.fused_matmul_reduce_scatter, for numbers of rows that the ranks divide. It returns a new tensor."""
+    """torch.ops.symm_mem.fused_matmul_reduce_scatter, for rows that the ranks divide. It returns a new tensor."""
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
         if self.context.dry:
@@ -44,9 +39,7 @@ class TorchFused(Kernel[GemmReduceScatter]):
 
 
 class TorchPipeline(Kernel[GemmReduceScatter]):
-    """The steps of torch.ops.symm_mem.fused_matmul_reduce_scatter, in memory that is allocated once, and with the sum in the output.
-    For numbers of rows that the ranks divide.
-    """
+    """Torch's fused operator step by step, in memory allocated once, with the sum in the output. Ranks must divide the rows."""
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
@@ -74,6 +67,8 @@ class TorchPipeline(Kernel[GemmReduceScatter]):
 class TorchSymmetric(Kernel[GemmReduceScatter]):
     """The vendor's GEMM into torch's symmetric memory, then one of torch's kernels that add up from there."""
 
+    OPERATOR: str
+
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.group = group_name(context)
@@ -84,9 +79,9 @@ class TorchSymmetric(Kernel[GemmReduceScatter]):
             self.context.matmul(a, _columns(self.problem, b).t(), self.partial)
             self.add_up(out)
 
-    @abstractmethod
     def add_up(self, out: Tensor) -> None:
         """Writes the sum of all ranks' `partial`, or this rank's part of the sum."""
+        getattr(torch.ops.symm_mem, self.OPERATOR)(self.partial, "sum", self.group, out)
 
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any] | None:
         """Supports any number of rows, or for a scattered output those that the ranks divide."""
@@ -102,17 +97,15 @@ class TorchReduceScatter(TorchSymmetric):
 
 
 class TorchOneShot(TorchSymmetric):
-    """Uses torch.ops.symm_mem.one_shot_all_reduce_out: every rank reads the partial sums of all other ranks."""
+    """Every rank reads the partial sums of all other ranks."""
 
-    def add_up(self, out: Tensor) -> None:
-        torch.ops.symm_mem.one_shot_all_reduce_out(self.partial, "sum", self.group, out)
+    OPERATOR = "one_shot_all_reduce_out"
 
 
 class TorchTwoShot(TorchSymmetric):
-    """Uses torch.ops.symm_mem.two_shot_all_reduce_out: every rank adds up its part and sends it to all."""
+    """Every rank adds up its part and sends it to all."""
 
-    def add_up(self, out: Tensor) -> None:
-        torch.ops.symm_mem.two_shot_all_reduce_out(self.partial, "sum", self.group, out)
+    OPERATOR = "two_shot_all_reduce_out"
 
 
 class AllToAll(Kernel[GemmReduceScatter]):
@@ -165,8 +158,8 @@ class NcclLL128(Nccl, Bsp):
 class Product(Kernel[GemmReduceScatter]):
     """The vendor's GEMM alone: a lower bound on the time of any variant.
 
-    The collective library computes the sum at the first call with a tensor, so the contents must not change
-    afterwards. Beside each GEMM a copy engine copies that sum to the output, so that verification passes.
+    The first call with a tensor computes its sum, so the contents must not change afterwards. Beside each GEMM a copy engine
+    copies that sum to the output, so that verification passes.
     """
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
@@ -187,10 +180,6 @@ class Product(Kernel[GemmReduceScatter]):
             context.copy(out, self._sums[a.data_ptr()])
         context.matmul(a, _columns(self.problem, b).t(), self.partial)
         context.rejoin(self.beside)
-
-
-# e4m3. `_fast` stands for fast accumulation: tensor cores add up all of K with fewer bits than float32 has. Its errors grow with K,
-# so a result may not hold the limits of verification.
 
 
 class TorchScaled(Kernel[GemmReduceScatter]):
@@ -219,6 +208,8 @@ class TorchScaled(Kernel[GemmReduceScatter]):
 
 
 class TorchScaledFast(TorchScaled):
+    """With fast accumulation, whose errors grow with K: tensor cores add up all of K with fewer bits than float32 has."""
+
     fast = True
 
 
@@ -261,14 +252,9 @@ class ProductScaled(_OfLibrary, Product):
     """See Product."""
 
 
-def _by_dtype(plain: Any, scaled: Any) -> Callable[[GemmReduceScatter, Config, Context], Kernel[GemmReduceScatter]]:
-    def kernel(problem: GemmReduceScatter, config: Config, context: Context) -> Kernel[GemmReduceScatter]:
-        return (scaled if problem.dtype == "e4m3" else plain)(problem, config, context)
-
-    return kernel
-
-
-product = _by_dtype(Product, ProductScaled)
+def product(problem: GemmReduceScatter, config: Config, context: Context) -> Kernel[GemmReduceScatter]:
+    """The product alone, of the problem's dtype."""
+    return (ProductScaled if problem.dtype == "e4m3" else Product)(problem, config, context)
 
 
 # Iris, imported where it is measured only.
@@ -277,6 +263,7 @@ class MatmulReduceScatter(IrisCall[GemmReduceScatter]):
     """iris.ops.matmul_reduce_scatter: each rank adds up the tiles of its rows from the partial products of all ranks."""
 
     CHOICES = TILES
+    OPERATOR = "matmul_reduce_scatter"
 
     def shapes(self, problem: GemmReduceScatter) -> dict[str, Sequence[int]]:
         return {"sum": (problem.m, problem.n)}
@@ -305,10 +292,8 @@ class MatmulReduceScatter(IrisCall[GemmReduceScatter]):
         """Writes the sum. B is [k, n]. The namespace of a context passes one argument too many, so the function is called."""
         from iris import ops
 
-        config = ops.FusedConfig(**self.choice)
-        self.workspace = ops.matmul_reduce_scatter(
-            self.iris, self.rooms["sum"], a, b, async_op=True, config=config, workspace=self.workspace
-        )
+        config, operator = ops.FusedConfig(**self.choice), getattr(ops, self.OPERATOR)
+        self.workspace = operator(self.iris, self.rooms["sum"], a, b, async_op=True, config=config, workspace=self.workspace)
 
 
 class MatmulReduceScatterTuned(MatmulReduceScatter):
@@ -319,18 +304,10 @@ class MatmulAllReduce(MatmulReduceScatter):
     """iris.ops.matmul_all_reduce: by default each rank adds up a part of the tiles and stores the sums to all."""
 
     CHOICES = (*TILES, *({**tiles, "all_reduce_variant": "one_shot"} for tiles in TILES[1::2]))
+    OPERATOR = "matmul_all_reduce"
 
     def check_tiles(self) -> None:
         """Tiles belong to no rank: the operator checks them."""
-
-    def multiply(self, a: Tensor, b: Tensor) -> None:
-        """See MatmulReduceScatter.multiply."""
-        from iris import ops
-
-        config = ops.FusedConfig(**self.choice)
-        self.workspace = ops.matmul_all_reduce(
-            self.iris, self.rooms["sum"], a, b, async_op=True, config=config, workspace=self.workspace
-        )
 
 
 class MatmulAllReduceTuned(MatmulAllReduce):

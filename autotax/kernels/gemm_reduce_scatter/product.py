@@ -1,14 +1,11 @@
-"""The GEMM of every fused variant: a persistent loop over the tiles of a rank's partial sum. Each tile goes to the
-rank that owns its rows as soon as it is computed.
+"""The GEMM of every fused variant: a persistent loop over the tiles of a rank's partial sum, which go to their owners.
 
-The partial sum is C_r = A @ B.T, [m, n]. Rank d owns rows d*R ... d*R + R - 1, with R = ceil(m / ranks); rows past m
-count as zeros. A tile, block_m x block_n, has rows of one owner. Tiles of other owners come first, tiles of rank + 1
-before tiles of rank + 2, so that every rank receives from one rank at a time. This rank's tiles come last and hide
-the transfer of the others.
+The partial sum is C_r = A @ B.T, [m, n]. Rank d owns rows d*R ... d*R + R - 1, with R = ceil(m / ranks); rows past m count as
+zeros. A tile, block_m x block_n, has rows of one owner. Tiles of other owners come first, tiles of rank + 1 before tiles of rank
++ 2, so that every rank receives from one rank at a time. This rank's tiles come last and hide the transfer of the others.
 
-A flag stands for TILES neighbouring tiles of one row of tiles. The program that finishes the last of them raises the
-flag to the number of the call, by adding the difference. A call with fewer rows may skip flags; the next call that
-raises one brings it up to date.
+A flag stands for TILES neighbouring tiles of one row of tiles. The program that finishes the last of them raises the flag to the
+number of the call, by adding the difference. So a call with fewer rows may skip flags.
 """
 
 import triton
@@ -51,11 +48,9 @@ def multiplied(
 
 @triton.jit
 def part_of_tile(parts, first, SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows first ... first + ROWS - 1 of the sum of SPLITS parts [BLOCK_M, BLOCK_N], which other programs have just
-    written.
+    """Rows first ... first + ROWS - 1 of the sum of SPLITS parts [BLOCK_M, BLOCK_N], which other programs have just written.
 
-    On NVIDIA `.cg` bypasses the L1. On AMD it is only a hint; there the acquire of `count` has invalidated stale
-    lines.
+    On NVIDIA `.cg` bypasses the L1. On AMD it is only a hint; there the acquire of `count` has invalidated stale lines.
     """
     within = (first + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.load(parts + within, cache_modifier=".cg")
@@ -68,9 +63,7 @@ def part_of_tile(parts, first, SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M
 def last_of_parts(
     acc, partials, finished, cut, part, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TARGET: tl.constexpr
 ):
-    """Stores a part of the cut-th tile that is computed in parts. Returns True for the last part: then all parts are
-    complete.
-    """
+    """Stores a part of the cut-th tile that is computed in parts. Returns True for the last part: then all parts are complete."""
     parts = partials + cut.to(tl.int64) * SPLITS * BLOCK_M * BLOCK_N
     within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     tl.store(parts + part * BLOCK_M * BLOCK_N + within, acc)
@@ -106,21 +99,16 @@ def store_rows(
 
 @triton.jit
 def place_of(slot, owner, source, room, n, WORLD: tl.constexpr, PULL: tl.constexpr):
-    """Offset, in elements, of the rows that `source` has computed for `owner`. They lie in the owner's inbox [slot,
-    source, room, n], or with PULL in the outbox [slot, owner, room, n] of the source.
+    """Elements before the rows of `source` for `owner`: the inbox is [slot, source, room, n], the outbox of PULL goes by owner.
     """
     return (slot * WORLD + (owner if PULL else source)) * (room * tl.cast(n, tl.int64))
 
 
 @triton.jit
-def tell(
-    where, counts, told, flags, bases, rank, epoch, n_tiles, most_blocks,
-    TILES: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    """Counts a stored tile. For the last of a flag's tiles it raises the flag at the owner.
+def tell(where, counts, told, flags, bases, rank, epoch, n_tiles, most_blocks, TILES: tl.constexpr, TARGET: tl.constexpr):
+    """Counts a stored tile. For the last of a flag's tiles it raises the flag [source, most_blocks, groups] at the owner.
 
-    `where` is (owner * most_blocks + row of tiles) * n_tiles + tile of the row. Flags are [source, most_blocks,
-    groups].
+    `where` is (owner * most_blocks + row of tiles) * n_tiles + tile of the row.
     """
     groups = tl.cdiv(n_tiles, TILES)
     line = where // n_tiles
@@ -140,11 +128,10 @@ def tell(
 
 @triton.jit
 def tell_flat(where, told, flags, bases, rank, epoch, n_tiles, most_blocks):
-    """`tell` for CUDA with one flag per tile, in a flattened loop. Triton does not pipeline a loop that contains a
-    `debug_barrier`.
+    """`tell` for CUDA with one flag per tile, in a flattened loop: a `debug_barrier` would keep Triton from pipelining it.
 
-    The compiled code passes the result of the exchange to all threads behind a barrier. This barrier comes after the
-    stores of all threads and before the release, so it replaces `settle`. Tests look for it in the PTX.
+    The compiled code passes the result of the exchange to all threads behind a barrier. This barrier comes after the stores of
+    all threads and before the release, so it replaces `settle`. Tests look for it in the PTX.
     """
     line = where // n_tiles
     owner = line // most_blocks
@@ -160,11 +147,10 @@ def multiply_and_send(
     TILES: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TMA: tl.constexpr, ALIGNED_K: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Computes every workers-th tile from `worker` on and stores it where its owner finds it. Waits for no other
-    program.
+    """Computes every workers-th tile from `worker` on and stores it where its owner finds it. Waits for no other program.
 
-    With LATE a tile is signalled after the next tile is stored. By then its stores have arrived, and the release is
-    fast. FLAT keeps the pipeline full from tile to tile; it requires LATE, whole tiles and one flag per tile.
+    With LATE a tile is signalled after the next tile is stored. By then its stores have arrived, and the release is fast. FLAT
+    keeps the pipeline full from tile to tile; it requires LATE, whole tiles and one flag per tile.
     """
     m_tiles = tl.cdiv(rows, BLOCK_M)
     n_tiles = tl.cdiv(n, BLOCK_N)
@@ -179,9 +165,7 @@ def multiply_and_send(
     for item in tl.range(worker, items, workers, flatten=FLAT):
         tile = tile_of(item, whole, SPLITS)
         theirs = tile < remote
-        place = grouped(
-            tl.where(theirs, tile, tile - remote), tl.where(theirs, (WORLD - 1) * m_tiles, m_tiles), n_tiles, GROUP_M
-        )  # fmt: skip
+        place = grouped(tl.where(theirs, tile, tile - remote), tl.where(theirs, (WORLD - 1) * m_tiles, m_tiles), n_tiles, GROUP_M)
         position = tl.where(theirs, remote_row(place // n_tiles, m_tiles, WORLD, INTERLEAVED), place // n_tiles)
         owner = (rank + position // m_tiles) % WORLD
         row = position % m_tiles * BLOCK_M

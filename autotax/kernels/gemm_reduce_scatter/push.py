@@ -1,27 +1,74 @@
-"""push: tiles of the partial sum are stored in the inbox of the rank that owns their rows. The owner adds them up.
+"""push and pull_reduce: tiles of the partial sum are stored in an inbox or an outbox, and the owner of their rows adds them up.
 
-Waits: programs first compute and send without waiting. Then they add up pieces of this rank's rows. Each piece waits
-for the flags of all ranks for its tile. With a replicated output they finally wait for the sums of the other ranks,
-which depend only on tiles. So every wait ends. The last `adders` programs compute no tiles and add up from the start.
-See `product` and `reduction`.
+Programs first compute and send, then add up pieces of this rank's rows, and last receive the sums of other ranks if the output is
+replicated. The last `adders` programs compute no tiles and add up from the start. See `product` and `reduction`.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from autotax.core.config import Config
+from autotax.core.problem import ceil_div
+from autotax.kernels.all_gather_gemm.gemm import TileOptions
 from autotax.kernels.context import Context, note_of
-from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends
 from autotax.kernels.gemm_reduce_scatter.product import multiply_and_send
-from autotax.kernels.gemm_reduce_scatter.reduction import add_up, receive_sums
-from autotax.kernels.gemm_reduce_scatter.workspace import Workspace
+from autotax.kernels.gemm_reduce_scatter.reduction import Adding, add_up, addends, receive_sums
 from autotax.kernels.primitives import EPOCH, leave
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
+
+PIECE_ELEMENTS = 4096
+"""Elements of a piece that a program adds up at a time."""
+SUM_COLUMNS = 256
+
+
+class Workspace:
+    """The memory and constants of the kernels for a problem, or for one with fewer rows. Construction is collective."""
+
+    def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
+        self.tiles = TileOptions.of(config)
+        world, self.room = problem.world_size, problem.shard_rows
+        tiles, replicated = self.tiles, problem.output == "replicated"
+        dtype = context.dtype(problem)
+        wire = torch.float32 if config["payload"] == "fp32" else dtype
+        blocks = ceil_div(self.room, tiles.block_m)
+        count = world * blocks * ceil_div(ceil_div(problem.n, tiles.block_n), config["flag_tiles"])
+        self.box = context.heap.alloc((2, world, self.room, problem.n), wire)
+        self.sums = context.heap.alloc((2, world, self.room, problem.n) if replicated else (8,), dtype)
+        self.flags, self.sum_flags = context.flags(count), context.flags(world * blocks)
+        self.counts, self.told = (context.empty((count,), torch.int32).zero_() for _ in range(2))
+        self.sum_counts, self.sum_told = (context.empty((blocks,), torch.int32).zero_() for _ in range(2))
+        splits = config["splits"]
+        cut = 0 if splits == 1 else context.processors - 1
+        self.partials = context.empty((max(1, cut * splits), tiles.block_m, tiles.block_n), torch.float32)
+        self.finished = context.empty((max(1, cut),), torch.int32).zero_()
+        cols = min(tiles.block_n, SUM_COLUMNS)
+        self.constants: dict[str, Any] = {
+            "WORLD": world, "REPLICATED": replicated, "KN": problem.weight == "kn", "ADDERS": config["adders"],
+            "LATE": config["signals"] == "late", "FLAT": config["flat"] == 1, "TILES": config["flag_tiles"],
+            "ROWS": min(tiles.block_m, PIECE_ELEMENTS // cols), "COLS": cols,
+            "ALIGNED_K": math.gcd(problem.k, 16), "ALIGNED_N": math.gcd(problem.n, 16), **tiles.constants,
+        }  # fmt: skip
+
+    def tensors(self) -> list[Tensor]:
+        """The arguments of a kernel, in the order of `push_kernel`."""
+        return [
+            self.box, self.sums, self.partials, self.finished, self.counts, self.told, self.sum_counts, self.sum_told,
+            self.flags, self.sum_flags,
+        ]  # fmt: skip
+
+    def view_of_b(self, b: Tensor) -> Any:
+        """The argument of `load_tile` for blocks of B: a TMA descriptor, or the tensor itself."""
+        if not self.constants["KN"]:
+            return self.tiles.view_b(b)
+        return TensorDescriptor.from_tensor(b, [self.tiles.block_k, self.tiles.block_n]) if self.tiles.tma else b
 
 
 @triton.jit(do_not_specialize=["rank", "added"])
@@ -69,20 +116,24 @@ class Push(Adding):
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         problem, context, workspace = self.problem, self.context, self.workspace
         context.launch(
-            push_kernel,
-            (context.processors,),
+            push_kernel, (context.processors,),
             workspace.tiles.view_a(a), workspace.view_of_b(b), out, *addends(out, bias, residual), *workspace.tensors(),
             context.heap.bases, self.control, self.patient, context.rank, problem.m, problem.n, problem.k, problem.shard_rows, workspace.room,
-            PULL=self.PULL,
-            **workspace.constants,
+            PULL=self.PULL, **workspace.constants,
         )  # fmt: skip
 
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:  # noqa: ARG002
-        """Supports any number of rows: slots and flags keep the places they have for the most rows, and a flag is
-        raised to the number of the call.
-        """
+        """Supports any number of rows: slots and flags keep their places, and a flag is raised to the number of the call."""
         return {}
 
     def failure(self) -> str | None:
-        """See Kernel.failure."""
         return super().failure() or note_of(self.patient, self.context.rank)
+
+
+class PullReduce(Push):
+    """Like `Push`, but a tile stays in an outbox of the rank that computed it, and its owner reads it from there.
+
+    Stores and releases are then local and fast. Reading across links takes more programs than writing; `adders` provides them.
+    """
+
+    PULL = True

@@ -1,14 +1,12 @@
-"""push_specialized: like `push`, but warp-specialized (see `warps`). In every program some warps load, some multiply,
-one sends, one polls, some add.
+"""push_specialized and scaled_specialized: warps of every program load, multiply, send, poll and add up.
 
-Waits: loaders and multiplying groups wait for each other, and a sender waits for the groups of its program. None of
-them waits for another program. Pollers wait for the senders of all ranks, adders for their poller. So every wait
-ends.
+A tile of the partial sum is [GROUPS * 64, PARTS * WIDE]. Tiles of other owners come first, as in `product`. Each of one or two
+groups multiplies 64 rows by all columns, part by part. It rounds each part and stages it in shared memory. The sender stores
+staged parts in the owner's inbox (TMA). When all of a tile is written there, it sets the flag to the number of the call.
 
-The inbox has two slots, chosen by the parity of the call. A rank writes a slot again two calls later. In the call in
-between it waited for tiles of every peer. Each peer sent them after it had added up the previous call.
-
-Each flag has one writer. The writer sets it to the number of the call, so calls of fewer rows may skip flags.
+Pieces of this rank's rows are distributed over the four adding warps of all programs, in the order in which tiles arrive. A poll
+takes a microsecond, so a separate warp polls. It waits for the flags of all ranks and signals the adders through the barrier
+`there`. It runs at most one piece ahead (`taken`). See docs/memory-model.md for why every wait ends.
 """
 
 from __future__ import annotations
@@ -18,22 +16,267 @@ from typing import Any
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels.all_gather_gemm.roles import layout_of, padded
+from autotax.kernels import tiling
+from autotax.kernels.all_gather_gemm.roles import (
+    BLOCK_K,
+    X_ROWS,
+    allocate,
+    layout_of,
+    load_groups,
+    load_parts,
+    padded,
+    reinterpret,
+    store_block,
+    wait_first,
+)
+from autotax.kernels.all_gather_gemm.scaled_shards import CODES as CODE
+from autotax.kernels.all_gather_gemm.scaled_shards import Quantiser
 from autotax.kernels.context import Context
-from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends
-from autotax.kernels.gemm_reduce_scatter.warps import scatter_tiles
-from autotax.kernels.primitives import EPOCH, leave
-from autotax.kernels.tiling import BLOCK_K, GROUP_ROWS, MOST_RANKS, PART_ROWS
+from autotax.kernels.gemm_reduce_scatter.product import grouped, remote_row
+from autotax.kernels.gemm_reduce_scatter.reduction import Adding, addends
+from autotax.kernels.gemm_reduce_scatter.scaled_sums import plain
+from autotax.kernels.primitives import EPOCH, flag_address, leave, settle
+from autotax.kernels.scaled_roles import CODES, OVERLAPPING, await_launch, multiply_tile, with_scales
+from autotax.kernels.tiling import GROUP_ROWS, MOST_RANKS, PART_ROWS
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
+from autotax.operators.inputs import DTYPES
+
+PIECE_ROWS = gl.constexpr(16)
+"""Rows of a tile that are added up at a time."""
+
+
+@gluon.jit
+def tile_at(item, m_tiles, n_tiles, WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr):
+    """Returns (hop, row of tiles, tile of the row) of the item-th tile, which rank + hop owns. This rank's tiles come last."""
+    remote = (WORLD - 1) * m_tiles * n_tiles
+    if item < remote:
+        place = grouped(item, (WORLD - 1) * m_tiles, n_tiles, GROUP_M)
+        position = remote_row(place // n_tiles, m_tiles, WORLD, INTERLEAVED)
+    else:
+        place = grouped(item - remote, m_tiles, n_tiles, GROUP_M)
+        position = place // n_tiles
+    return position // m_tiles, position % m_tiles, place % n_tiles
+
+
+@gluon.jit
+def load_tiles(
+    a, b, buffers, share,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The loader: loads blocks of A and B. It waits only for empty buffers."""
+    x, y, full, empty = buffers
+    items, rank, rows, cols, m_tiles, n_tiles = share
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        hop, block, tile = tile_at(item, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
+        row = (rank + hop) % WORLD * rows + block * (GROUPS * X_ROWS)
+        for at in range(0, cols, BLOCK_K):
+            stage = turn % STAGES
+            mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
+            loaded = full.index(stage)
+            mbarrier.expect(loaded, (GROUPS * X_ROWS + PARTS * WIDE) * BLOCK_K * 2)
+            load_parts((b, b, b), tile * (PARTS * WIDE), at, loaded, y, stage, WIDE, WIDE * (PARTS - 1), 0)
+            load_groups(a, row, at, loaded, x, stage, 0, GROUPS, GROUPS)
+            turn += 1
+
+
+@gluon.jit
+def stage_part(part, staging, staged, drained, turn, TARGET: gl.constexpr):
+    """Stages a part for the sender, once the sender has taken the previous part."""
+    mbarrier.wait(drained, (turn & 1) ^ 1)
+    staging.store(part.to(staging.dtype))
+    fence_async_shared()
+    settle(TARGET)
+    mbarrier.arrive(staged)
+
+
+@gluon.jit
+def multiply_tiles(
+    GROUP: gl.constexpr, stagings, staged, drained, buffers, share,
+    GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: multiplies its 64 rows of each tile of this program, of which it need not know the places."""
+    x, y, full, empty = buffers
+    items, _, _, cols, _, _ = share
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    turn = 0
+    sent = 0
+    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
+        one = gl.zeros([X_ROWS, WIDE], gl.float32, layout)
+        two = gl.zeros([X_ROWS, WIDE], gl.float32, layout)
+        for at in range(0, cols, BLOCK_K):
+            stage = turn % STAGES
+            mbarrier.wait(full.index(stage), turn // STAGES & 1)
+            mine = x.index(stage * GROUPS + GROUP)
+            one = warpgroup_mma(mine, y[0].index(stage).permute((1, 0)), one, is_async=True)
+            # After this wait the products of the previous buffer are complete.
+            if PARTS == 2:
+                two = warpgroup_mma(mine, y[1].index(stage).permute((1, 0)), two, is_async=True)
+                one, two = warpgroup_mma_wait(num_outstanding=2, deps=(one, two))
+            else:
+                one = warpgroup_mma_wait(num_outstanding=1, deps=(one,))
+            mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=at > 0)
+            turn += 1
+        if PARTS == 2:
+            one, two = warpgroup_mma_wait(num_outstanding=0, deps=(one, two))
+        else:
+            one = warpgroup_mma_wait(num_outstanding=0, deps=(one,))
+        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
+        stage_part(one, stagings.index(GROUP), staged.index(GROUP), drained.index(GROUP), sent, TARGET)
+        if PARTS == 2:
+            stage_part(two, stagings.index(GROUP), staged.index(GROUP), drained.index(GROUP), sent + 1, TARGET)
+        sent += PARTS
+
+
+@gluon.jit
+def send_tiles(
+    boxes, stagings, staged, drained, flags, bases, epoch, share,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """The sender. `boxes` are views [2 * WORLD, rows, n] of the inboxes by hop; flags are [row of tiles, tile, source]."""
+    items, rank, _, _, m_tiles, n_tiles = share
+    layout: gl.constexpr = boxes[0].layout
+    dtype: gl.constexpr = boxes[0].dtype
+    sent = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        hop, block, tile = tile_at(item, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
+        for step in range(PARTS * GROUPS):
+            part = step // GROUPS
+            group = step % GROUPS
+            mbarrier.wait(staged.index(group), (sent + part) & 1)
+            row = (block * GROUPS + group) * X_ROWS
+            col = (tile * PARTS + part) * WIDE
+            stage = reinterpret(stagings.index(group), dtype, [1, 1, X_ROWS, WIDE], layout).index(0)
+            for to in gl.static_range(WORLD):
+                if hop == to:
+                    store_block(boxes[to], [(epoch & 1) * WORLD + rank, row, col], stage)
+            tma.store_wait(0)  # until the staged part has been read
+            mbarrier.arrive(drained.index(group))
+        sent += PARTS
+        # Waits until the tile is written, not only read. The proxy fence then orders it before the flag.
+        gl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0;\nfence.proxy.async;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+        settle(TARGET)
+        gl.inline_asm_elementwise("fence.acq_rel.sys;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        flag = flag_address(flags, (block * n_tiles + tile) * WORLD + rank, bases, rank, (rank + hop) % WORLD)
+        gl.atomic_xchg(flag, epoch, sem="relaxed", scope="sys")
+
+
+@gluon.jit
+def piece_at(piece, m_tiles, n_tiles, GROUP_M: gl.constexpr, HIGH: gl.constexpr):
+    """Returns (row of tiles, tile of the row, first row in the tile) of the piece-th piece of this rank's rows."""
+    down: gl.constexpr = HIGH // PIECE_ROWS
+    place = grouped(piece // down, m_tiles, n_tiles, GROUP_M)
+    return place // n_tiles, place % n_tiles, piece % down * PIECE_ROWS
+
+
+@gluon.jit
+def poll_tiles(flags, epoch, control, there, taken, share, WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, TARGET: gl.constexpr):
+    """The poller: for each piece, waits until the tiles of all ranks have arrived."""
+    _, _, _, _, m_tiles, n_tiles = share
+    turn = 0
+    for piece in range(gl.program_id(0), m_tiles * n_tiles * (HIGH // PIECE_ROWS), gl.num_programs(0)):
+        block, tile, _ = piece_at(piece, m_tiles, n_tiles, GROUP_M, HIGH)
+        ready = 0
+        while ready < WORLD:
+            ready += wait_first(flags, (block * n_tiles + tile) * WORLD + ready, WORLD - ready, ready, epoch, control, 1, TARGET)
+        mbarrier.wait(taken, (turn & 1) ^ 1)
+        mbarrier.arrive(there)
+        turn += 1  # noqa: SIM113
+
+
+@gluon.jit
+def add_tiles(
+    out, bias, residual, added, box, room, n, m, epoch, there, taken, share,
+    WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """The adders: add in float32 and in the order of the ranks. `box` is [2, WORLD, room, n], n a multiple of 8."""
+    _, rank, rows, _, m_tiles, n_tiles = share
+    n = n // 8 * 8  # shows the compiler the alignment
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [4, 1], [1, 0])
+    turn = 0
+    for piece in range(gl.program_id(0), m_tiles * n_tiles * (HIGH // PIECE_ROWS), gl.num_programs(0)):
+        block, tile, within = piece_at(piece, m_tiles, n_tiles, GROUP_M, HIGH)
+        r = block * HIGH + within + gl.arange(0, PIECE_ROWS, layout=gl.SliceLayout(1, layout))
+        c = tile * WIDE + gl.arange(0, WIDE, layout=gl.SliceLayout(0, layout))
+        inside = (r < rows)[:, None] & (c < n)[None, :]
+        at = r.to(gl.int64)[:, None] * n + c[None, :]
+        mbarrier.wait(there, turn & 1)
+        settle(TARGET)  # else the poller could end the next phase before all four warps have seen this one
+        mbarrier.arrive(taken)
+        total = gl.zeros([PIECE_ROWS, WIDE], gl.float32, layout)
+        for source in gl.static_range(WORLD):
+            first = gl.cast((epoch & 1) * WORLD + source, gl.int64) * room * n
+            # Bypasses the L1, because nothing invalidates it for these warps.
+            total += gl.load(box + first + at, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
+        if added is not None:
+            below = (r < m - rank * rows)[:, None]  # rows that are not padding
+            shared = gl.load(bias + c, mask=(c < n) & (added % 2 == 1), other=0.0).to(gl.float32)
+            total += gl.where(below, shared[None, :], 0.0)
+            total += gl.load(residual + at, mask=inside & below & (added >= 2), other=0.0).to(gl.float32)
+        gl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+        turn += 1  # noqa: SIM113
+
+
+@gluon.jit
+def scatter_tiles(
+    a, b, boxes, out, bias, residual, added, box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
+    TARGET: gl.constexpr,
+):  # fmt: skip
+    """A program's part of a call. `a` [m, cols] and `b` [n, cols] are TMA descriptors of the blocks of a group and of a part."""
+    HIGH: gl.constexpr = GROUPS * X_ROWS
+    m_tiles = gl.cdiv(rows, HIGH)
+    n_tiles = gl.cdiv(n, PARTS * WIDE)
+    buffers, stagings = allocate(a, boxes[0], 1, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1)
+    staged = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    drained = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(staged.index(group), count=1)
+        mbarrier.init(drained.index(group), count=1)
+    mbarrier.init(there, count=1)
+    mbarrier.init(taken, count=1)
+    fence_async_shared()
+    share = (WORLD * m_tiles * n_tiles, rank, rows, cols, m_tiles, n_tiles)
+    # Written out, because the list of functions must be a literal in the call. The last numbers are registers per thread.
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (multiply_tiles, (0, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
+                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
+                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
+                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
+            ],
+            [4, 1, 1, 1],
+            [184, 88, 88, 88],
+        )  # fmt: skip
+    else:
+        gl.static_assert(GROUPS == 2)
+        gl.warp_specialize(
+            [
+                (multiply_tiles, (0, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (multiply_tiles, (1, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
+                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
+                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
+                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
+            ],
+            [4, 4, 1, 1, 1],
+            [176, 104, 56, 56, 56],
+        )  # fmt: skip
+
 
 MOST_REGISTERS = {1: 168, 2: 128}
-"""Registers per thread at the launch, by the number of multiplying groups. It is all that a processor has, divided
-over all warps. The kernel then redistributes them among the warps.
-"""
+"""Registers per thread at the launch, by multiplying groups: all of a processor. The kernel redistributes them among warps."""
 
 
 @gluon.jit(do_not_specialize=["rank", "added"])
@@ -65,16 +308,10 @@ class PushSpecialized(Adding):
         self.boxes = padded(views, MOST_RANKS, None)
         self.wide = wide
         self.constants = {
-            "WORLD": world,
-            "INTERLEAVED": config["order"] == "interleaved",
-            "GROUP_M": config["group_m"],
-            "GROUPS": high // GROUP_ROWS,
-            "PARTS": across // wide,
-            "WIDE": wide,
-            "STAGES": config["num_stages"],
-            "num_warps": 4,
+            "WORLD": world, "INTERLEAVED": config["order"] == "interleaved", "GROUP_M": config["group_m"],
+            "GROUPS": high // GROUP_ROWS, "PARTS": across // wide, "WIDE": wide, "STAGES": config["num_stages"], "num_warps": 4,
             "maxnreg": MOST_REGISTERS[high // GROUP_ROWS],
-        }
+        }  # fmt: skip
 
     def view(self, tensor: Tensor, box: list[int]) -> Any:
         """A TMA descriptor of boxes of a tensor."""
@@ -83,16 +320,146 @@ class PushSpecialized(Adding):
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         problem, context = self.problem, self.context
         context.launch(
-            push_specialized_kernel,
-            (context.processors,),
-            self.view(a, [GROUP_ROWS, BLOCK_K]), self.view(b, [self.wide, BLOCK_K]), *self.boxes,
+            push_specialized_kernel, (context.processors,),
+            self.view(a, [GROUP_ROWS, tiling.BLOCK_K]), self.view(b, [self.wide, tiling.BLOCK_K]), *self.boxes,
             out, *addends(out, bias, residual), self.box, self.flags, context.heap.bases, self.control,
             context.rank, problem.shard_rows, problem.k, self.room, problem.n, problem.m,
             **self.constants,
         )  # fmt: skip
 
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:  # noqa: ARG002
-        """Supports any number of rows: slots and flags keep the places they have for the most rows, and a flag is set
-        to the number of the call.
-        """
+        """Supports any number of rows: slots and flags keep their places, and a flag is set to the number of the call."""
         return {}
+
+
+@gluon.jit
+def multiply_scaled(
+    GROUP: gl.constexpr, of_all, n, m, stagings, staged, drained, buffers, share,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
+    STAGES: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """`multiply_tiles` for codes. `of_all` are the scales of A and of B with the strides of the former."""
+    scales_a, stride_m, stride_g, scales_b = of_all
+    items, rank, rows, cols, m_tiles, n_tiles = share
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
+    groups = gl.cdiv(2 * cols, CODES)
+    turn = 0
+    sent = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        hop, block, tile = tile_at(item, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
+        within = (block * GROUPS + GROUP) * X_ROWS + gl.arange(0, X_ROWS, layout=gl.SliceLayout(1, layout))
+        row = (rank + hop) % WORLD * rows + within
+        inside = (within < rows) & (row < m)
+        of_a = scales_a + gl.where(inside, row, 0) * stride_m
+        col = tile * (PARTS * WIDE)
+        of_b = scales_b + col // CODES * groups
+        last = gl.minimum((col + WIDE) // CODES, gl.cdiv(n, CODES) - 1)
+        one, two, _, turn = multiply_tile(
+            GROUP, buffers, cols, turn, of_a, stride_g, of_b, scales_b + last * groups,
+            SCALES, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1,
+        )  # fmt: skip
+        # Rows of padding lie in the next owner's rows, or are zeros that a NaN of B makes NaN.
+        one = gl.where(inside[:, None], with_scales(one, of_a, inside, scales_b, col, n, SCALES, False), 0.0)
+        stage_part(one, stagings.index(GROUP), staged.index(GROUP), drained.index(GROUP), sent, TARGET)
+        if PARTS == 2:
+            two = gl.where(inside[:, None], with_scales(two, of_a, inside, scales_b, col + WIDE, n, SCALES, False), 0.0)
+            stage_part(two, stagings.index(GROUP), staged.index(GROUP), drained.index(GROUP), sent + 1, TARGET)
+        sent += PARTS
+
+
+@gluon.jit
+def scatter_scaled(
+    a, b, boxes, of_all, out, bias, residual, added, box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
+    STAGES: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """`scatter_tiles` for codes. `a` [m, cols] and `b` [n, cols] are TMA descriptors of words of two codes."""
+    HIGH: gl.constexpr = GROUPS * X_ROWS
+    m_tiles = gl.cdiv(rows, HIGH)
+    n_tiles = gl.cdiv(n, PARTS * WIDE)
+    buffers, stagings = allocate(a, boxes[0], 1, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1)
+    staged = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    drained = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(staged.index(group), count=1)
+        mbarrier.init(drained.index(group), count=1)
+    mbarrier.init(there, count=1)
+    mbarrier.init(taken, count=1)
+    fence_async_shared()
+    share = (WORLD * m_tiles * n_tiles, rank, rows, cols, m_tiles, n_tiles)
+    # Written out, because the list of functions must be a literal in the call. The last numbers are registers per thread.
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (multiply_scaled, (0, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
+                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
+                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
+                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
+            ],
+            [4, 1, 1, 1],
+            [184, 88, 88, 88],
+        )  # fmt: skip
+    else:
+        gl.static_assert(GROUPS == 2)
+        gl.warp_specialize(
+            [
+                (multiply_scaled, (0, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (multiply_scaled, (1, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
+                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
+                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
+                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
+            ],
+            [4, 4, 1, 1, 1],
+            [176, 104, 56, 56, 56],
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["rank", "added"])
+def scaled_specialized_kernel(
+    a, b, box0, box1, box2, box3, box4, box5, box6, box7, out, bias, residual, added, box, flags, bases, control,
+    scales_a, stride_m, stride_g, scales_b, rank, rows, cols, room, n, m,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
+    STAGES: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    await_launch()
+    epoch = gl.load(control + EPOCH)
+    scatter_scaled(
+        a, b, (box0, box1, box2, box3, box4, box5, box6, box7), (scales_a, stride_m, stride_g, scales_b), out, bias, residual, added,
+        box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
+        WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, TARGET,
+    )  # fmt: skip
+    leave(control, epoch, gl.num_programs(0), TARGET)
+
+
+class ScaledSpecialized(PushSpecialized):
+    """`PushSpecialized` for e4m3; `scaled_roles` says how its groups multiply. Tensors of a call: see `scaled_sums.Scaled`."""
+
+
+    def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
+        self.quantised, self.result = Quantiser(problem, problem.m, context), problem.result
+        super().__init__(plain(problem), config, context)
+        self.problem = problem
+        self.constants = self.constants | {"SCALES": problem.scales} | OVERLAPPING
+
+    def view(self, tensor: Tensor, box: list[int]) -> Any:
+        """A TMA descriptor of boxes of a tensor of the type of C, or of codes as words of that type."""
+        words = tensor.view(DTYPES[self.result]) if tensor.dtype == CODE else tensor
+        return TensorDescriptor.from_tensor(words, box, layout_of(tuple(box), self.result))
+
+    def __call__(self, a: Tensor, b: Tensor, *rest: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
+        of_a, scales_b, out = rest[:-2], rest[-2], rest[-1]
+        problem, context = self.problem, self.context
+        codes, scales = self.quantised(a, of_a[0] if of_a else None)
+        strides = scales.stride() if scales.dim() == 2 else (0, 0)
+        context.launch(
+            scaled_specialized_kernel, (context.processors,),
+            self.view(codes, [GROUP_ROWS, tiling.BLOCK_K]), self.view(b, [self.wide, tiling.BLOCK_K]), *self.boxes,
+            out, *addends(out, bias, residual), self.box, self.flags, context.heap.bases, self.control,
+            scales, *strides, scales_b,
+            context.rank, problem.shard_rows, problem.k // 2, self.room, problem.n, problem.m,
+            **self.constants,
+        )  # fmt: skip

@@ -1,24 +1,70 @@
-"""Reduction: the owner of some rows of C adds up the partial sums of all ranks, in float32 and in the order of the
-ranks.
+"""The owner of some rows of C adds up all partial sums and optional addends, in float32 and in the order of the ranks.
 
-The order of addition does not depend on the order of arrival, so equal inputs give equal bits. With a replicated
-output the owner sends the sums to every rank.
+The order of addition does not depend on the order of arrival, so equal inputs give equal bits. The owner adds up pieces of its
+rows in the order in which the tiles arrive. A piece waits for one flag per rank, whose tiles cover the piece. The sum is stored
+in the output, and with a replicated output in the `sums` of every other rank. After the last piece of a row of tiles, the flag of
+that row is raised at every other rank. See docs/memory-model.md for why two slots suffice: each rank owns at least one row of
+tiles, possibly of padding, so every call waits for every peer.
 
-The owner adds up pieces of its rows in the order in which the tiles arrive. A piece waits for one flag per rank,
-whose tiles cover the piece. The sum is stored in the output. With a replicated output it is also stored in the `sums`
-of every other rank. After the last piece of a row of tiles, the flag of that row is raised at every other rank.
-
-There are two slots, chosen by the parity of the call. A rank writes a slot again two calls later. In the call in
-between it waited for flags of every peer, and each peer raised them after it had finished with the slot. This
-requires that every call waits for every peer. So each rank owns at least one row of tiles, possibly of padding.
+Addends are a bias [n], and a residual with the shape of the output. Both are added in float32 before the sum is rounded. With a
+replicated output all ranks get the same rounded sum. Each rank adds its own bias and residual to it, and the result is rounded
+again. Rows of padding stay zero. A call without addends compiles to a kernel without their arguments.
 """
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from autotax.kernels.gemm_reduce_scatter.addends import with_addends
 from autotax.kernels.gemm_reduce_scatter.product import grouped, place_of, rounded, store_rows
+from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import NEXT_TILE, count, flag_address, signal, translate, wait
+from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
+
+BIAS, RESIDUAL = 1, 2
+
+
+@triton.jit
+def with_addends(
+    total, bias, residual, added, row, row_end, col, n, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """total + bias[col:] + residual[row:row_end, col:] for rows below `row_end`; the bits of `added` say which are present.
+
+    `residual` has rows of n elements, a multiple of ALIGNED.
+    """
+    if added is not None:
+        r = row + tl.arange(0, ROWS)
+        c = col + tl.arange(0, COLS)
+        below = (r < row_end)[:, None]
+        shared = tl.load(bias + c, mask=(c < n) & (added % 2 == 1), other=0.0).to(tl.float32)
+        total += tl.where(below, shared[None, :], 0.0)
+        size: tl.constexpr = residual.dtype.element_ty.primitive_bitwidth // 8
+        at = tl.multiple_of(residual + r.to(tl.int64)[:, None] * n + c[None, :], (size, ALIGNED * size))
+        total += tl.load(at, mask=below & (c < n)[None, :] & (added >= 2), other=0.0).to(tl.float32)
+    return total
+
+
+def addends(out: Tensor, bias: Tensor | None, residual: Tensor | None) -> tuple[Any, Any, Any]:
+    """The kernel arguments (bias, residual, which), None if nothing is added. `out` stands for a missing one and is not read."""
+    if bias is None and residual is None:
+        return None, None, None
+    which = BIAS * (bias is not None) + RESIDUAL * (residual is not None)
+    return out if bias is None else bias, out if residual is None else residual, which
+
+
+class Adding(Kernel[GemmReduceScatter]):
+    """A kernel whose calls also take a bias and a residual: contiguous, aligned to 16 bytes, not in the output's memory."""
+
+    ADDS = True
+    """For callers that may not import this module: they test this attribute."""
+
+    @abstractmethod
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
+        """See Kernel.__call__."""
 
 
 @triton.jit
@@ -51,9 +97,7 @@ def store_sum(
     total, out, bias, residual, added, sums, slot, row, col, m, n, rows, room, bases, rank,
     WORLD: tl.constexpr, REPLICATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Stores a piece of this rank's rows in the output. With a replicated output it also stores the piece, without
-    bias and residual, in the sums [slot, owner, room, n] of all other ranks.
-    """
+    """Stores a piece of this rank's rows, and if replicated also the plain sum in `sums` [slot, owner, room, n] of the others."""
     below = tl.minimum(rows, m - rank * rows)  # rows that are not padding
     if REPLICATED:
         there = sums + place_of(slot, 0, rank, room, n, WORLD, False)
@@ -72,9 +116,7 @@ def store_sum(
 
 @triton.jit
 def tell_sums(line, need, counts, told, flags, bases, rank, epoch, most_lines, WORLD: tl.constexpr, TARGET: tl.constexpr):
-    """Counts a piece of a line of sums. With the `need`-th piece it raises the line's flag [source, most_lines] at
-    all peers.
-    """
+    """Counts a piece of a line of sums. With the `need`-th piece it raises the line's flag [source, most_lines] at all peers."""
     if count(counts + line, TARGET, "sys") == need - 1:
         tl.store(counts + line, 0)
         before = tl.atomic_xchg(told + line, epoch, sem="relaxed", scope="gpu")
@@ -126,9 +168,7 @@ def receive_sums(
     out, bias, residual, added, sums, sum_flags, control, rank, epoch, slot, first, step, m, n, rows, room,
     WORLD: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Copies every step-th piece of the other ranks' sums to the output. Each piece waits for the flag of its line of
-    LINE rows.
-    """
+    """Copies every step-th piece of the other ranks' sums to the output; it waits for the flag of its line of LINE rows."""
     down = tl.cdiv(rows, ROWS)
     across = tl.cdiv(n, COLS)
     lines = tl.cdiv(room, LINE)

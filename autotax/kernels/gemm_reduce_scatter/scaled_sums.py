@@ -13,8 +13,8 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.kernels.all_gather_gemm.scaled_shards import Quantiser
 from autotax.kernels.context import Context
-from autotax.kernels.deep_gemm import DeepGemm
 from autotax.kernels.kernel import Kernel
+from autotax.kernels.libraries import DeepGemm
 from autotax.kernels.scaled_product import ScaledProduct
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
@@ -34,11 +34,9 @@ class Factor(NamedTuple):
         return Factor(self.codes[rows], self.scales[rows] if self.scales.dim() == 2 else self.scales)
 
     def t(self) -> Factor:
-        """The transposed matrix."""
         return Factor(self.codes.t(), self.scales if self.scales.dim() == 1 else self.scales.t())
 
     def data_ptr(self) -> int:
-        """The address of the codes."""
         return self.codes.data_ptr()
 
 
@@ -57,9 +55,7 @@ class Multiplying:
 
 
 class Scaled(Kernel[GemmReduceScatter]):
-    """A plain kernel with products of e4m3. Tensors of a call: A, B, the scales of A unless a call makes them, the scales of B, C;
-    bias and residual may follow.
-    """
+    """A plain kernel with products of e4m3. A call takes A, B, A's scales unless it makes them, B's scales, C, bias, residual."""
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         product = ScaledProduct(problem, config, problem.m, context)
@@ -68,7 +64,6 @@ class Scaled(Kernel[GemmReduceScatter]):
         self.problem = problem
 
     def __call__(self, a: Tensor, b: Tensor, *rest: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> Any:
-        """See Adding.__call__."""
         of_a, scales_b, out = rest[:-2], rest[-2], rest[-1]
         more = () if bias is None and residual is None else (bias, residual)
         codes = self.quantised(a, of_a[0] if of_a else None)

@@ -1,15 +1,9 @@
 """two_kernel: the vendor's GEMM, then one kernel that sends the partial sums and adds up.
 
-The GEMM stores in memory of this rank alone. So the second kernel chooses the slot of the inbox by the number of the
-call, and no kernel has to free a slot before the GEMM. Each program of the second kernel sends its slice of every
-peer's rows, with a flag after each of `parts` parts. Then it adds up the same slice of this rank's rows, in float32
-and in the order of the ranks. With a replicated output a rank sends all rows to every peer.
-
-Waits: a program waits only for the programs with its number on the other ranks, and these send before they wait. So
-every wait ends, however many programs run at a time.
-
-The inbox has two slots, chosen by the parity of the call. A rank writes a slot again two calls later. In the call in
-between it waited for every peer. Each peer sent that call's parts after it had added up the call before.
+The GEMM stores in memory of this rank alone. So the second kernel chooses the slot of the inbox by the number of the call, and no
+kernel has to free a slot before the GEMM. Each program of the second kernel sends its slice of every peer's rows, with a flag
+after each of `parts` parts. Then it adds up the same slice of this rank's rows, in float32 and in the order of the ranks, and
+waits only for the programs with its number. With a replicated output a rank sends all rows to every peer.
 """
 
 from __future__ import annotations
@@ -23,8 +17,9 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.kernels.context import Context
-from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends
 from autotax.kernels.gemm_reduce_scatter.product import rounded
+from autotax.kernels.gemm_reduce_scatter.reduction import Adding, addends
+from autotax.kernels.gemm_reduce_scatter.scaled_sums import Scaled
 from autotax.kernels.primitives import EPOCH, copy, flag_address, leave, signal, translate, wait
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
@@ -40,10 +35,7 @@ def send_and_add(
     WORLD: tl.constexpr, REPLICATED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
     TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`partial` [m, n] is the product of this rank, `box` [slot, source, room, n] the inbox. `rows` are the rows of the output.
-
-    Flags are [part, program, source].
-    """
+    """`partial` [m, n] is this rank's product, `box` [slot, source, room, n] the inbox; flags are [part, program, source]."""
     epoch = tl.load(control + EPOCH)
     programs = tl.num_programs(0)
     program = tl.program_id(0)
@@ -98,13 +90,9 @@ class TwoKernel(Adding):
         self.flags = context.flags(config["parts"] * self.programs * world)
         self.partial = context.empty((problem.m, n), context.dtype(problem))
         self.constants: dict[str, Any] = {
-            "WORLD": world,
-            "REPLICATED": problem.output == "replicated",
-            "PARTS": config["parts"],
-            "BLOCK": config["num_warps"] * WARP_ELEMENTS,
-            "ALIGNED": math.gcd(n, 16),
-            "num_warps": config["num_warps"],
-        }
+            "WORLD": world, "REPLICATED": problem.output == "replicated", "PARTS": config["parts"],
+            "BLOCK": config["num_warps"] * WARP_ELEMENTS, "ALIGNED": math.gcd(n, 16), "num_warps": config["num_warps"],
+        }  # fmt: skip
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         problem, context = self.problem, self.context
@@ -116,5 +104,11 @@ class TwoKernel(Adding):
         )  # fmt: skip
 
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:
-        """Supports any number of rows: slots keep the places they have for the most rows, and every call raises every flag."""
+        """Supports any number of rows: slots keep their places, and every call raises every flag."""
         return {"partial": self.partial[: smaller.m]}
+
+
+class ScaledTwoKernel(Scaled, TwoKernel):
+    """`two_kernel` with a product of e4m3."""
+
+    """`TwoKernel` with a product of e4m3."""

@@ -1,29 +1,17 @@
-"""words: for few rows. Partial sums travel as 8-byte words that carry the number of their call, so neither fences nor
-flags are needed.
+"""words, for few rows: partial sums travel as 8-byte words that carry the number of their call, without fences and flags.
 
-A word has four bytes of data in its low half: one float32, or two neighbouring columns of 16 bits. Its high half is
-the number of the call. One store writes it. The reader loads its words repeatedly until every word has this call's
-number. `shots` selects how a replicated output is made:
+A word has four bytes of data in its low half: one float32, or two neighbouring columns of 16 bits. Its high half is the number of
+the call. One store writes it. The reader loads its words until all have this call's number. `shots` selects the trips:
 
 - `one`: every rank sends its partial sum to all ranks, and each adds up everything. One trip.
 - `two`: each rank adds up some of the column tiles and sends the sums to all. Two trips, fewer bytes.
 
-A scattered output takes one trip, to the owner of each row.
+A scattered output takes one trip, to the owner of each row. Programs send all their tiles before they wait. See
+docs/memory-model.md for why no stale word matches and none is replaced too early. Rows of padding are sent too, so every rank
+waits for every other rank, directly or through an owner that did.
 
-Waits: programs first compute and send all their tiles without waiting. Then they wait for partial sums, including
-those of this rank, and finally for sums. So every wait ends.
-
-No stale word can match. There are two slots, chosen by the parity of the call. A word of the slot holds the number of
-an earlier call until this call's word replaces it whole.
-
-No word is replaced too early. A rank writes to an owner of rows or tiles in call e + 2 only after it has data from
-that owner's call e + 1: sums, words, or sums of another owner that waited for its words. The owner sent all of these
-after it had finished call e. In every call each rank waits for words of every other rank, directly or through an
-owner that did. This holds because rows of padding are sent too.
-
-The whole program votes on whether all words have arrived (`absent` in flash_decode.ll_packets gives the reason; for
-AMD see `whole_words`). The values that are used are those that passed the vote. Each turn loads every word anew and
-adds it up, and the sum of the last turn is the result.
+The whole program votes on whether all words have arrived: `flash_decode.exchange` gives the reason. The values that are used are
+those that passed the vote. Each turn loads every word anew and adds it up, and the sum of the last turn is the result.
 """
 
 from __future__ import annotations
@@ -39,26 +27,29 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.gemm import TileOptions
+from autotax.kernels.all_gather_gemm.scaled_shards import Quantiser
 from autotax.kernels.context import Context
-from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends, with_addends
-from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, multiplied, part_of_tile, rounded
-from autotax.kernels.primitives import EPOCH, ERROR, LIMIT, arithmetic, leave, note_missing
-from autotax.kernels.whole_words import load_whole, store_whole
+from autotax.kernels.gemm_reduce_scatter.product import (
+    first_block,
+    grouped,
+    last_block,
+    last_of_parts,
+    multiplied,
+    part_of_tile,
+    pieces,
+    rounded,
+    tile_of,
+    whole_tiles,
+)
+from autotax.kernels.gemm_reduce_scatter.reduction import Adding, addends, with_addends
+from autotax.kernels.gemm_reduce_scatter.scaled_sums import plain
+from autotax.kernels.primitives import EPOCH, ERROR, LIMIT, leave, load_whole, note_missing, store_whole
+from autotax.kernels.scaled_product import BLOCK_K, Tile, scaled_sum, with_scales
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
-grouped = arithmetic(tiling.grouped)
-whole_tiles = arithmetic(tiling.whole_tiles)
-tile_of = arithmetic(tiling.tile_of)
-first_block = arithmetic(tiling.first_block)
-last_block = arithmetic(tiling.last_block)
-pieces = arithmetic(tiling.pieces)
-
 PIECE_WORDS = 1024
-"""Words that a program polls together: at least as many as it has threads, because the threads may load a smaller
-tile twice.
-"""
+"""Words that a program polls together: at least as many as it has threads, which may load a smaller tile twice."""
 
 
 @triton.jit
@@ -120,9 +111,7 @@ def await_sum(
     there, stride, inside, safe, epoch, source_of_first, control, limit,
     SOURCES: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Repeats `look` until all words are of this call, and returns its sums. After `limit` looks it records a note
-    and gives up.
-    """
+    """Repeats `look` until all words are of this call, and returns its sums; after `limit` looks it records a note."""
     missing, low, high = look(there, stride, inside, safe, epoch, SOURCES, TWO, PAYLOAD, TARGET)
     absent = anywhere(missing, TARGET)
     looks = 0
@@ -166,9 +155,7 @@ def send(
     WORLD: tl.constexpr, HOW: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows row ... top - 1 to the ranks that add them up. `place` is the offset, in words, of this rank's box
-    for this call.
-    """
+    """Writes rows row ... top - 1 to the ranks that add them up. `place` is the offset, in words, of this rank's box."""
     width = tl.cdiv(n, 2) if TWO else n
     first = col // 2 if TWO else col
     line = row + tl.arange(0, ROWS)
@@ -198,9 +185,7 @@ def words_kernel(
     KN: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, TMA: tl.constexpr, ALIGNED_K: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`words` are [2, source, room, words of a row], `sums` [2, room, words of a row]. `room` is the rows of all
-    ranks or of one.
-    """
+    """`words` are [2, source, room, words of a row], `sums` [2, room, words of a row]; `room` is all rows or those of a rank."""
     epoch = tl.load(control + EPOCH)
     limit = tl.load(control + LIMIT)
     program = tl.program_id(0)
@@ -303,9 +288,7 @@ def add_words(
                 store_whole(tl.multiple_of(theirs, (8, 16)), data, (line < m)[:, None] & (at < sum_width)[None, :], TARGET)
         else:
             below = tl.minimum(rows, m - rank * rows) if HOW == "scattered" else m
-            store_pair(
-                out, bias, residual, added, low, high, row, height, below, word, n, ROWS, WORDS, TWO, ALIGNED_N, TARGET
-            )  # fmt: skip
+            store_pair(out, bias, residual, added, low, high, row, height, below, word, n, ROWS, WORDS, TWO, ALIGNED_N, TARGET)
 
 
 @triton.jit
@@ -349,18 +332,11 @@ class Words(Adding):
         self.finished = context.empty((max(1, cut),), torch.int32).zero_()
         rows = min(self.tiles.block_m, power_of_two(self.room))
         self.constants: dict[str, Any] = {
-            "WORLD": world,
-            "HOW": self.how,
-            "TWO": two,
-            "PAYLOAD": TYPES[wire],
-            "SUMS_TWO": sums_two,
-            "SUM": TYPES[dtype],
-            "KN": problem.weight == "kn",
-            "ALIGNED_K": math.gcd(problem.k, 16),
-            "ALIGNED_N": math.gcd(problem.n, 16),
+            "WORLD": world, "HOW": self.how, "TWO": two, "PAYLOAD": TYPES[wire], "SUMS_TWO": sums_two, "SUM": TYPES[dtype],
+            "KN": problem.weight == "kn", "ALIGNED_K": math.gcd(problem.k, 16), "ALIGNED_N": math.gcd(problem.n, 16),
             **{name: value for name, value in self.tiles.constants.items() if name != "INTERLEAVED"},
             **piece_of(self.how, self.tiles.block_n // (1 + two), rows),
-        }
+        }  # fmt: skip
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         problem, context, tiles = self.problem, self.context, self.tiles
@@ -368,19 +344,15 @@ class Words(Adding):
         if tiles.tma and problem.weight == "kn":
             view_b = TensorDescriptor.from_tensor(b, [tiles.block_k, tiles.block_n])
         context.launch(
-            words_kernel,
-            (context.processors,),
+            words_kernel, (context.processors,),
             tiles.view_a(a), view_b, out, *addends(out, bias, residual), self.words, self.sums, self.partials, self.finished, context.heap.bases, self.control,
             context.rank, problem.m, problem.n, problem.k, problem.shard_rows, self.room,
             **self.constants,
         )  # fmt: skip
 
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:  # noqa: ARG002
-        """Supports any number of rows: slots keep the places they have for the most rows, and a word carries the
-        number of its call.
-        """
+        """Supports any number of rows: slots keep their places, and a word carries the number of its call."""
         return {}
-
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -393,3 +365,99 @@ def piece_of(how: str, tile_words: int, rows: int) -> dict[str, int]:
         words = min(words, tile_words)
         rows = PIECE_WORDS // words
     return {"ROWS": rows, "WORDS": words}
+
+
+@triton.jit(do_not_specialize=["rank", "added"])
+def scaled_words_kernel(
+    a, scales_a, stride_m, stride_g, b, scales_b, out, bias, residual, added, words, sums, partials, finished, bases, control,
+    rank, m, n, k, rows, room,
+    WORLD: tl.constexpr, HOW: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, SUMS_TWO: tl.constexpr, SUM: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALES: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """`words_kernel` with a product of e4m3."""
+    epoch = tl.load(control + EPOCH)
+    limit = tl.load(control + LIMIT)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    slot = (epoch & 1).to(tl.int64)
+    width = tl.cdiv(n, 2) if TWO else n
+    size = room * width.to(tl.int64)
+    m_all = WORLD * rows if HOW == "scattered" else m
+    m_tiles = tl.cdiv(m_all, BLOCK_M)
+    n_tiles = tl.cdiv(n, BLOCK_N)
+    whole = whole_tiles(m_tiles * n_tiles, programs, SPLITS)
+    blocks = tl.cdiv(k, BLOCK_K)
+    place = (slot * WORLD + rank) * size
+    for item in tl.range(program, pieces(m_tiles * n_tiles, whole, SPLITS), programs):
+        at = grouped(tile_of(item, whole, SPLITS), m_tiles, n_tiles, 8)
+        row = at // n_tiles * BLOCK_M
+        tile = at % n_tiles
+        col = tile * BLOCK_N
+        start, end = 0, k
+        if SPLITS > 1:
+            start = first_block(item, whole, SPLITS, blocks) * BLOCK_K
+            end = tl.minimum(last_block(item, whole, SPLITS, blocks) * BLOCK_K, k)
+        acc = scaled_sum(
+            a, scales_a, row, m, stride_m, stride_g, b, scales_b, col, n, start, end, k,
+            SCALES, BLOCK_M, BLOCK_N, TMA, ALIGNED, TARGET,
+        )  # fmt: skip
+        top = tl.minimum(row + BLOCK_M, m_all)
+        complete = item >= 0
+        if SPLITS > 1:
+            if item >= whole:
+                cut = (item - whole) // SPLITS
+                complete = last_of_parts(acc, partials, finished, cut, (item - whole) % SPLITS, SPLITS, BLOCK_M, BLOCK_N, TARGET)
+                if complete:
+                    acc = part_of_tile(partials + cut.to(tl.int64) * SPLITS * BLOCK_M * BLOCK_N, 0, SPLITS, BLOCK_M, BLOCK_M, BLOCK_N)
+        if complete:
+            acc = with_scales(acc, scales_a, row, m, stride_m, scales_b, col, n, SCALES, BLOCK_M, BLOCK_N)
+            acc = tl.where((row + tl.arange(0, BLOCK_M) < m)[:, None], acc, 0.0)  # padding times a NaN of B is NaN
+            send(
+                acc, words, epoch, row, top, col, n, rows, bases, rank, place, tile,
+                WORLD, HOW, TWO, PAYLOAD, BLOCK_M, BLOCK_N, TARGET,
+            )  # fmt: skip
+    # The interpreter runs programs one after another, so there only the last program does the work that waits.
+    if (TARGET != "interpreter") | (program == programs - 1):
+        first = 0 if TARGET == "interpreter" else program
+        step = 1 if TARGET == "interpreter" else programs
+        add_words(
+            out, bias, residual, added, words, sums, bases, control, limit, epoch, slot, rank, first, step, m, n, rows, room, size, width,
+            WORLD, HOW, TWO, PAYLOAD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, ALIGNED_N, TARGET,
+        )  # fmt: skip
+        if HOW == "two":
+            receive_words(
+                out, bias, residual, added, sums, control, limit, epoch, slot, first, step, m, n, room,
+                WORLD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, ALIGNED_N, TARGET,
+            )  # fmt: skip
+    leave(control, epoch, programs, TARGET)
+
+
+class ScaledWords(Words):
+    """`Words` with a product of e4m3. Tensors of a call: see `scaled_sums.Scaled`."""
+
+
+    def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
+        self.tile = tile = Tile(config, context)
+        inner = Config.of(
+            config.variant, block_m=tile.rows, block_n=tile.columns, block_k=BLOCK_K.value, num_warps=tile.warps, num_stages=tile.stages,
+            group_m=8, splits=tile.splits, loads="tma" if tile.tma else "pointer", payload=config["payload"], shots=config["shots"],
+        )  # fmt: skip
+        self.quantised = Quantiser(problem, problem.m, context)
+        super().__init__(plain(problem), inner, context)
+        self.config, self.problem = config, problem
+        taken = ("WORLD", "HOW", "TWO", "PAYLOAD", "SUMS_TWO", "SUM", "ROWS", "WORDS", "ALIGNED_N")
+        self.constants = {name: self.constants[name] for name in taken} | tile.constants(problem)
+
+    def __call__(self, a: Tensor, b: Tensor, *rest: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
+        of_a, scales_b, out = rest[:-2], rest[-2], rest[-1]
+        a, scales_a = self.quantised(a, of_a[0] if of_a else None)
+        problem, context, tile = self.problem, self.context, self.tile
+        strides = scales_a.stride() if scales_a.dim() == 2 else (0, 0)
+        context.launch(
+            scaled_words_kernel, (context.processors,),
+            tile.view(a, tile.rows), scales_a, *strides, tile.view(b, tile.columns), scales_b, out, *addends(out, bias, residual),
+            self.words, self.sums, self.partials, self.finished, context.heap.bases, self.control,
+            context.rank, problem.m, problem.n, problem.k, problem.shard_rows, self.room,
+            **self.constants,
+        )  # fmt: skip

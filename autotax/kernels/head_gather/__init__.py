@@ -1,1 +1,0 @@
-"""Head gather: one module per variant."""
