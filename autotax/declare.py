@@ -264,8 +264,11 @@ def _plain(value: Any) -> Any:
 def _source(plain: Any) -> str:
     """The source of a function or class; empty if there is none. `inspect` finds no classes of modules without a file."""
     if not isinstance(plain, type):
-        with suppress(OSError, TypeError):
-            return textwrap.dedent(inspect.getsource(plain))
+        with suppress(OSError, TypeError, SyntaxError):
+            text = textwrap.dedent(inspect.getsource(plain))
+            # From Python 3.13 on code of `exec` has the lines of `python -c`, which do not define it.
+            if plain.__code__.co_name in {"<lambda>", *(getattr(node, "name", "") for node in ast.parse(text).body)}:
+                return text
         return ""
     for file, entry in reversed(list(linecache.cache.items())):
         if len(entry) < 3 or Path(file).exists():  # a cell has lines, and no file

@@ -195,8 +195,13 @@ def read_bytes(path: Path) -> bytes:
     if data[:2] == b"\x1f\x8b":
         try:
             data = gzip.GzipFile(fileobj=BytesIO(data)).read(LARGEST_FILE + 1)
-        except (EOFError, zlib.error, gzip.BadGzipFile):
+        except EOFError:
             raise Malformed("it is compressed, but not whole") from None
+        except gzip.BadGzipFile as error:
+            junk = str(error).startswith("Not a gzipped file")
+            raise Malformed(f"it is compressed, but {'something else follows' if junk else 'damaged'}") from None
+        except zlib.error:
+            raise Malformed("it is compressed, but damaged") from None
     elif data.startswith(XZ):
         data = _unpacked(data)
     if len(data) > LARGEST_FILE:
@@ -231,4 +236,5 @@ def _unpacked(data: bytes) -> bytes:
 def reason(error: Exception) -> str:
     """The error message for people: on one line, without control characters."""
     message = " ".join(printable(str(error)).replace("`", "").split())
-    return "it is nested too deep" if isinstance(error, RecursionError) else message[:1].lower() + message[1:300]
+    first = message[:1] if message[1:2].isupper() else message[:1].lower()  # as JSON
+    return "it is nested too deep" if isinstance(error, RecursionError) else first + message[1:300]

@@ -1,8 +1,11 @@
-"""Digests of the machine code of shipped winners under the Triton at hand, to compare with those of another Triton:
+"""Digests of the machine code of shipped winners under the Triton at hand, and a table of those that several Tritons share:
 
-    PYTHONPATH=. python results/versions/machine_code.py 37 > triton-$VERSION.txt     # every 37th winner
+    PYTHONPATH=. python results/versions/machine_code.py 1 > triton-$VERSION.txt      # each config of each file once
+    PYTHONPATH=. python results/versions/machine_code.py 5 > triton-$VERSION.txt      # every fifth of them
+    python results/versions/machine_code.py triton-*.txt                              # the table; the first file is the yardstick
 
-One line a kernel: problem, variant, kernel, digest of its instructions. Everything is compiled offline for the winner's GPU.
+One line a winner: file, problem, variant, number of the config. Behind it one line a kernel: its name and the digest of its
+instructions. Everything is compiled offline for the winner's GPU.
 """
 
 from __future__ import annotations
@@ -10,9 +13,13 @@ from __future__ import annotations
 import hashlib
 import struct
 import sys
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
-from autotax.db.shipped import winners
+from autotax.db.formats import read
+from autotax.db.records import WinnerRecord
+from autotax.db.shipped import FOLDER
 from autotax.kernels.context import Context
 from autotax.kernels.offline import compile_offline
 from autotax.software import triton_version
@@ -41,14 +48,55 @@ class Digesting(Context):
         print(f"  {kernel.__name__} {digest}", flush=True)
 
 
-def main(every: int) -> None:
-    """Compiles each `every`-th shipped winner of an NVIDIA GPU."""
+def configs_of(file: Path) -> list[WinnerRecord]:
+    """One winner for each problem, config and GPU of a file. Winners that only their conditions tell apart are one."""
+    found: dict[Any, WinnerRecord] = {}
+    for entry in read(file):
+        winner = entry.winner
+        if winner.place.hardware.backend == "cuda" and winner.config.values:
+            found.setdefault((winner.problem, winner.config, winner.place.hardware), winner)
+    return list(found.values())
+
+
+def compile_every(step: int) -> None:
+    """Compiles each `step`-th config of the shipped files."""
     print(f"# Triton {triton_version()}")
-    chosen = [winner for winner in winners() if winner.place.hardware.backend == "cuda" and winner.config.values]
-    for winner in chosen[::every]:
-        print(f"{winner.problem.key} {winner.config.variant}", flush=True)
+    files = sorted(FOLDER.glob("*.json"))
+    chosen = [(file, number, winner) for file in files for number, winner in enumerate(configs_of(file))]
+    for file, number, winner in chosen[::step]:
+        print(f"{file.stem} {winner.problem.key} {winner.config.variant} {number}", flush=True)
         compile_offline(winner.problem, winner.config, winner.place.hardware, Digesting)
 
 
+def kernels_of(path: Path) -> dict[str, list[str]]:
+    """The lines of the kernels of each winner in an output of `compile_every`, without winners that launch no kernel of ours."""
+    found: dict[str, list[str]] = {}
+    kernels: list[str] = []
+    for line in path.read_text().splitlines()[1:]:
+        if line.startswith("  "):
+            kernels.append(line)
+        else:
+            found[line] = kernels = []
+    return {winner: lines for winner, lines in found.items() if lines}
+
+
+def compare(paths: list[Path]) -> None:
+    """Prints for each file of winners how many have the yardstick's machine code in all their kernels."""
+    yardstick, *others = [kernels_of(path) for path in paths]
+    files = Counter(winner.split()[0] for winner in yardstick)
+    print("| shipped file | winners |" + "".join(f" {path.stem.removeprefix('triton-')} |" for path in paths[1:]))
+    print("|---" * (2 + len(others)) + "|")
+    equal = [Counter(winner.split()[0] for winner in yardstick if other.get(winner) == yardstick[winner]) for other in others]
+    for file, count in files.items():
+        print(f"| {file} | {count} |" + "".join(f" {each[file]} |" for each in equal))
+    print(f"| all | {len(yardstick)} |" + "".join(f" {each.total()} |" for each in equal))
+    shared = [winner.split() for winner in yardstick if any(other.get(winner) == yardstick[winner] for other in others)]
+    variants = sorted({f"{problem.partition('/')[0]} {variant}" for _, problem, variant, _ in shared})
+    print(f"equal under one of them: {', '.join(variants) or 'none'}")
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    if sys.argv[1].isdigit():
+        compile_every(int(sys.argv[1]))
+    else:
+        compare([Path(name) for name in sys.argv[1:]])

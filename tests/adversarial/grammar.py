@@ -39,8 +39,30 @@ NO_DATABASES = [
 ]  # fmt: skip
 NO_FILES = ["", "/", ".", "/dev/null", "/dev/full", "/proc/x", "/nowhere/at/all/x", "a/" * 3000 + "x", "x" * 300, "a\0b"]
 NO_MODULES = ["", "nothing.like.it", "nowhere.py", "/", "os.path.", ".", "a b", "\x1b[31m", "1", "/dev/null", "json;import os", "\udcff"]
-TIMES = {"timeout", "lease", "wait"}
-FILES = {"shapes", "output", "logs"}
+NO_TOKENS = ["", " ", ",", "1,,2", "0", "-1", "1...", "...8", "8...1", "1....8", "1,16,64..8192", "1e3", "9" * 10, "八", "\x1b[1m", "\udcff"]
+NO_SHAPES = {
+    "cut short": b"[[all-gather-gemm]\nm = 64",
+    "of another operator": b'[[all-gather-gemm]]\nop = "flash-decode"\nm = 64\nn = 96\nk = 64',
+    "with a huge number": b"[[all-gather-gemm]]\nn = 96\nk = 64\nm = 0x" + b"f" * 9000,
+    "with a long key": b'[[all-gather-gemm]]\n"' + b"k" * 9000 + b'" = 1',
+    "of too many": b"all-gather-gemm = [" + b"{m = 64}, " * 10_001 + b"]",
+    "with a mark and nothing": b"\xef\xbb\xbf",
+    "with half a character": "# é".encode("utf-16")[:-1],
+}
+_SIZES = '"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1024'
+NO_MODELS = {
+    "cut short": '{"model_type": "llama"',
+    "an array": "[]",
+    "without a family": f"{{{_SIZES}}}",
+    "of no family": f'{{"model_type": "lamma", {_SIZES}}}',
+    "a family that is a number": f'{{"model_type": 3, {_SIZES}}}',
+    "with a state": f'{{"model_type": "mamba2", {_SIZES}}}',
+    "heads that do not divide": f'{{"model_type": "llama", {_SIZES.replace(": 8", ": 6")}}}',
+    "a size of zero": f'{{"model_type": "llama", {_SIZES.replace("1024", "0")}}}',
+    "a size that is text": f'{{"model_type": "llama", {_SIZES.replace("1024", chr(34) + "1024" + chr(34))}}}',
+    "wrapped in a number": '{"model_type": "llava", "text_config": 3}',
+    "wrapped deeply": '{"text_config": ' * 3000 + "{}" + "}" * 3000,
+}
 WORDS = {"dtype", "shard", "output", "mode", "l2", "sampler", "backend", "target", "on", "variants"}
 
 
@@ -77,6 +99,15 @@ def options() -> dict[str, list[Option]]:
             if parameter.opts[0].startswith("--")
         ]
     return found
+
+
+def write_bad_files(folder: Path) -> None:
+    """Writes the files that lines name: of shapes, of models, and a good model."""
+    for name, content in NO_SHAPES.items():
+        (folder / f"{name}.toml").write_bytes(content)
+    for name, text in NO_MODELS.items():
+        (folder / f"{name}.json").write_text(text)
+    (folder / "model.json").write_text(f'{{"model_type": "llama", {_SIZES}}}')
 
 
 def valid(command: str, draw: random.Random, folder: Path) -> list[str]:
@@ -195,6 +226,32 @@ def _no_file(command: str, there: list[Option], draw: random.Random, folder: Pat
     return ("export", "-o", bad, "--db", str(folder / "full.db")) if command == "export" else ()
 
 
+def _no_shapes(command: str, there: list[Option], draw: random.Random, folder: Path) -> tuple[str, ...]:
+    if command not in ("tune", "compare", "taxes"):
+        return ()
+    return (command, "--shapes", str(folder / f"{draw.choice(list(NO_SHAPES))}.toml"))
+
+
+def _no_model(command: str, there: list[Option], draw: random.Random, folder: Path) -> tuple[str, ...]:
+    if command != "tune":
+        return ()
+    more = draw.choice([[], ["--dry-run"], ["--train"], ["--split"]])
+    return ("tune", "--model", str(folder / f"{draw.choice(list(NO_MODELS))}.json"), "--tp", "2", "--tokens", "8", *more)
+
+
+def _no_tokens(command: str, there: list[Option], draw: random.Random, folder: Path) -> tuple[str, ...]:
+    return ("tune", "--model", str(folder / "model.json"), "--tp", "2", f"--tokens={draw.choice(NO_TOKENS)}") if command == "tune" else ()
+
+
+def _no_plan(command: str, there: list[Option], draw: random.Random, folder: Path) -> tuple[str, ...]:
+    """A choice of `tune` that it does not know."""
+    if command != "tune":
+        return ()
+    name = draw.choice(["effort", "for", "hardware"])
+    more = {"effort": valid(command, draw, folder)[1:], "for": ["--model", str(folder / "model.json"), "--tp", "2"], "hardware": ["--dry-run"]}
+    return ("tune", *more[name], f"--{name}={draw.choice(NO_WORDS)}")
+
+
 def _no_module(command: str, there: list[Option], draw: random.Random, folder: Path) -> tuple[str, ...]:
     return (*valid(command, draw, folder), "--load", draw.choice(NO_MODULES))
 
@@ -248,6 +305,10 @@ _RULES = {
     "no skew": _no_skew,
     "no database": _no_database,
     "no file": _no_file,
+    "no shapes": _no_shapes,
+    "no model": _no_model,
+    "no tokens": _no_tokens,
+    "no plan": _no_plan,
     "no module": _no_module,
     "no operator": _no_operator,
     "too many arguments": _too_many,

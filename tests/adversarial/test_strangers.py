@@ -29,6 +29,7 @@ def attacked(starts: int, folder: Path) -> dict[str, Any]:
     if "no network namespace" in run.stderr:
         pytest.skip("a network namespace of its own is refused")
     assert run.returncode == 0, run.stderr
+    print(run.stdout.splitlines()[-1])
     told: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return told
 

@@ -217,6 +217,30 @@ def test_what_is_no_export_is_refused_in_one_line(tmp_path: Path, text: bytes) -
     refused(file)
 
 
+REASONS = {
+    "compressed, but not whole": "it is compressed, but not whole",
+    "compressed, with junk behind": "it is compressed, but something else follows",
+    "compressed by xz, with junk behind": "it is compressed, but something else follows",
+    "cut short": "input data was truncated",
+    "not JSON": "JSON is malformed",
+}
+
+
+@pytest.mark.parametrize(("kind", "reason"), REASONS.items(), ids=REASONS.keys())
+def test_the_reason_why_a_file_is_no_export_is_named(tmp_path: Path, kind: str, reason: str) -> None:
+    file = tmp_path / "winners.json"
+    file.write_bytes(TEXTS[kind])
+    assert reason in refused(file)
+
+
+def test_a_damaged_file_of_gzip_is_named_so(tmp_path: Path) -> None:
+    file = tmp_path / "winners.json"
+    whole = bytearray(gzip.compress(EMPTY))
+    whole[-6] ^= 1  # in the checksum
+    file.write_bytes(whole)
+    assert "it is compressed, but damaged" in refused(file)
+
+
 FORMS: dict[str, Callable[[bytes], bytes]] = {
     "plain": lambda text: text,
     "with a mark of UTF-8": lambda text: b"\xef\xbb\xbf" + text,
