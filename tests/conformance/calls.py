@@ -8,7 +8,6 @@ import random
 import time
 
 import torch
-from autotax.operators.calls import make_inputs, reference
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem
@@ -16,7 +15,7 @@ from autotax.hardware import detect
 from autotax.heap import World
 from autotax.kernels import prepare
 from autotax.operators.inputs import Call
-from autotax.operators.verification import relative_error
+from autotax.operators.verification import make_inputs, reference, relative_error
 from autotax.runner.rank_worker import open_context
 from autotax.testing.operators import HEAP_BYTES, errors_of, output_of, ready
 
