@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from autotax.testing.ranks import Ranks
 
 import autotax
 from autotax.core.conditions import ON_CPU, Conditions
@@ -21,6 +20,7 @@ from autotax.operators.declaration import ONLY_OURS_VARIABLE
 from autotax.operators.problems import GemmReduceScatter
 from autotax.operators.verification import relative_error
 from autotax.runner import Candidate, Measurement
+from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from autotax.tuner.finalists import CHALLENGERS, choose_finalists
 from tests.engines import stand_ins

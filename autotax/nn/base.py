@@ -23,6 +23,7 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
+from autotax.core.settings import is_on
 from autotax.hardware import Hardware, detect
 from autotax.heap.world import World, all_or_none, together
 from autotax.nn import groups
@@ -143,7 +144,7 @@ class Module(torch.nn.Module):
         self._prove = prove
         self._group: Group = group
         self._db = db
-        self._check = os.environ.get("AUTOTAX_CHECK", "0") not in ("", "0") if check is None else bool(check)
+        self._check = is_on("AUTOTAX_CHECK") if check is None else bool(check)
         self._revive()
 
     def _blank(self) -> dict[str, Any]:

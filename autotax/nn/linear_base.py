@@ -118,7 +118,7 @@ class ParallelLinear(Module):
         batch_invariant: bool | None,
     ) -> None:
         super().__init__(group, db, check, prove)
-        self._invariant = wants_invariance(batch_invariant)
+        self._invariant, self._by_engine = wants_invariance(batch_invariant), batch_invariant is None
         if layout not in LAYOUTS:
             raise UsageError(f"layout is {layout!r}; allowed are nk ([n, k]) and kn ([k, n]): give one of these")
         self._layout = layout
@@ -209,7 +209,9 @@ class ParallelLinear(Module):
         max_m, conditions, config, _, sizes = self._asked
         world, ranks = self._world, self._world.size if self._world else 1
         if self._invariant and world is None:
-            raise UsageError("batch_invariant is set, and there is one rank: it is for several, give none")
+            if not self._by_engine:
+                raise UsageError("batch_invariant is set, and there is one rank: it is for several, give none")
+            self._invariant = False  # the engine makes products of one rank invariant itself
         once = bool(config) or self._invariant
         problems, deployed = self._agreed(lambda: self._problems(self.weight, ranks, max_m, sizes, once=once), conditions)
         weight = plain("weight", self.weight.detach())

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from autotax.testing.ranks import Ranks
 from torch import Tensor
 
 from autotax.core.config import Config, Value
@@ -17,6 +16,7 @@ from autotax.nn import AllReduceNorm as AllReduceNormModule
 from autotax.nn import LinearAllReduce
 from autotax.operators.problems import AllReduceNorm
 from autotax.operators.verification import TOLERANCE
+from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from tests.conformance import calls as conformance
 from tests.kernels.test_all_reduce_norm import codes_of, digests_behind, outputs_of, quotients_of

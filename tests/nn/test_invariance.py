@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from autotax.testing.ranks import Ranks
 
 from autotax.core.conditions import ON_CPU
 from autotax.core.config import Config
@@ -20,6 +19,7 @@ from autotax.heap.world import World
 from autotax.nn import AllGatherLinear, LinearAllReduce, LinearReduceScatter
 from autotax.nn.consensus import INVARIANT_VARIABLES
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
+from autotax.runner.ranks import Ranks
 from autotax.software import environment
 from autotax.spaces import space_for
 from tests.db.conftest import keep_winner
@@ -118,3 +118,11 @@ def test_an_engines_variable_asks_for_it_and_a_winner_of_another_size_answers(ra
         keep_winner(store, GemmReduceScatter(16, N, K, "bf16", "replicated", 2), Config.of("pull_reduce", PUSH.values), *PLACE)
     assert ranks.run(of_environment, db, "1") == [["pull_reduce"]] * 2
     assert ranks.run(of_environment, db, "0") == [["bsp"]] * 2
+
+
+def test_an_engines_variable_leaves_a_layer_of_one_rank_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INVARIANT_VARIABLES[0], "1")
+    weight, x = normal(N, K, seed=0, dtype=torch.bfloat16), normal(3, K, seed=1, dtype=torch.bfloat16)
+    assert torch.equal(AllGatherLinear(weight, max_m=4)(x), x @ weight.T)
+    with pytest.raises(UsageError, match="one rank"):
+        AllGatherLinear(weight, max_m=4, batch_invariant=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from autotax.testing.ranks import Ranks
 from torch import Tensor
 
 from autotax.core.config import Config
@@ -16,6 +15,7 @@ from autotax.core.errors import UsageError
 from autotax.heap import World
 from autotax.nn import AllGatherLinear, LinearAllReduce, LinearReduceScatter
 from autotax.operators.scaled import dequantised, laid_out, quantised, scales_of, scales_shape
+from autotax.runner.ranks import Ranks
 
 WORLD, M, N, K = 2, 8, 96, 256
 LAYERS = {"all_gather": AllGatherLinear, "reduce_scatter": LinearReduceScatter, "all_reduce": LinearAllReduce}

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
-from autotax.testing.ranks import Ranks
 from torch import Tensor
 
 import autotax.torch
 from autotax.core.config import Config
 from autotax.heap.world import World
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
+from autotax.runner.ranks import Ranks
 from autotax.torch import registration, scaled
 from autotax.torch.plans import Status
 from tests.torch.checks import OPS, ended, group

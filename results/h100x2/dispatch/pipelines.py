@@ -6,7 +6,6 @@ import statistics
 
 import torch
 import torch.distributed._symmetric_memory  # registers the operators
-from autotax.testing.ranks import Ranks
 
 from autotax.core.config import Config
 from autotax.hardware import detect
@@ -15,6 +14,7 @@ from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
+from autotax.runner.ranks import Ranks
 
 CALLS, REPLAYS = 40, 15
 
