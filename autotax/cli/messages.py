@@ -1,4 +1,4 @@
-"""What a command prints beside its table or document: messages on stderr, one line each. Closed, full and broken streams.
+"""Lines that commands print beside tables and documents: messages on stderr, one line each. Closed, full and broken streams.
 
 A command fails with one line if it cannot write its answer to stdout. Messages that stderr refuses are dropped.
 """

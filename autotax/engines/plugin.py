@@ -1,4 +1,4 @@
-"""What all plugins share before they import torch: contracts with a framework, its batch-invariant mode, and published counts.
+"""Parts of all plugins that import no torch: contracts with a framework, its batch-invariant mode, and published counts.
 
 Contracts are names and parameters, checked at registration and, by tests, in the published wheels.
 

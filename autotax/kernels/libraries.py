@@ -1,4 +1,4 @@
-"""What alternatives take from other libraries: symmetric memory of torch, communicators of NCCL, DeepGEMM, Iris."""
+"""Parts of other libraries that alternatives use: symmetric memory of torch, communicators of NCCL, DeepGEMM, Iris."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def _fake_merge(o: Tensor, lse: Tensor, module: int, *_: object) -> tuple[Tensor
 
 
 def _fake_norm(x: Tensor, module: Any, shape: Any) -> list[Tensor]:
-    """What a norm module writes for rows of this shape."""
+    """The results of a norm module for rows of this shape."""
     return [x.new_empty(size, dtype=dtype) for size, dtype in module.forms(torch.Size(shape))[1].values()]
 
 

@@ -16,7 +16,7 @@ from autotax.runner.measurement import Candidate, Effort, Measurement, TimeIsUp
 from autotax.spaces import Space
 from autotax.tuner.progress import Standing
 
-# Which of two candidates is faster, and with what confidence. Samples taken in the same round of an interleaved job saw the same
+# A test which of two candidates is faster, and its confidence. Samples taken in the same round of an interleaved job saw the same
 # machine, so the ratio within a round carries the information. The median ratio of a job is known to a few tenths of a percent
 # (order statistics, Conover 1999, 3.2). Another job, with other memory, clocks and neighbours, gives another median: recorded
 # repeats differ by 0.7 % (Flash Decode) and 1.4 % (All-Gather + GEMM) of standard deviation. So a verdict is an `Estimate` over

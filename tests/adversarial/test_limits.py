@@ -31,7 +31,7 @@ CHART = {"data": {"values": [{"x": 1}]}, "mark": "point", "encoding": {"x": {"fi
 
 
 def ended(folder: Path, *command: str, path: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The end of a command in `folder`, which must say on stderr what is wrong, and never show a stack."""
+    """The end of a command in `folder`. Its stderr must name the fault and show no stack."""
     own = {"PYTHONPATH": str(path), "AUTOTAX_DB": str(folder / "own.db")} | environment
     variables = {name: value for name, value in os.environ.items() if name != "AUTOTAX_FORK_SERVER"} | own
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, env=variables, check=False)

@@ -1,4 +1,4 @@
-"""What the kernels of a config do, by functions that run on all ranks (see `autotax.runner.ranks`) of CPUs or GPUs."""
+"""Functions that run the kernels of a config on all ranks (see `autotax.runner.ranks`) of CPUs or GPUs, and check results."""
 
 from __future__ import annotations
 

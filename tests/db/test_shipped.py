@@ -97,7 +97,7 @@ def test_those_of_the_package_answer_where_sources_are_as_they_were(monkeypatch:
     monkeypatch.setattr(records, "variant_digest", lambda *variant: sources[variant])
     found = [lookup(entry.winner.problem, hardware=there.hardware, db=tmp_path / "none.db") for entry in entries]
     assert {answer.match for answer in found} == {"exact"}
-    # What was proven in place goes before what was proven back to back.
+    # Winners proven in place go before winners proven back to back.
     ranked = sorted((entry.winner for entry in entries), key=lambda won: (won.conditions.mode == "in-place", won.interval_low))
     best = {won.problem: won.config for won in ranked}
     assert found == [best[entry.winner.problem] for entry in entries]

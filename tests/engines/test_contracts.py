@@ -88,7 +88,7 @@ PEERS = (
         ),
     ),
 )  # fmt: skip
-"""What rows of `compare all-reduce-norm` call."""
+"""The engines' functions that rows of `compare all-reduce-norm` call."""
 
 
 @pytest.mark.parametrize("contract", PEERS, ids=lambda contract: contract.name)

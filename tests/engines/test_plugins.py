@@ -70,7 +70,7 @@ def fp8_winners(path: Path) -> str:
 
 
 FEW = [0, 0, 1]
-"""The framework multiplies for 50 tokens, which have no winner, and not for 16 and 14."""
+"""The framework multiplies for 50 tokens, because they have no winner, and not for 16 and 14."""
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.volume)], ids=["eager", "compiled"])

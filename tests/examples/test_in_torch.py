@@ -31,7 +31,7 @@ EXAMPLES: dict[str, tuple[Problem, str, list[str]]] = {
 
 
 def run_on_two_ranks(script: str, db: Path) -> list[str]:
-    """What the ranks of an example print."""
+    """The lines that the ranks of an example print."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one: no port is guessed
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     settings = {"PYTHONPATH": paths, "AUTOTAX_DB": str(db), "CUDA_VISIBLE_DEVICES": ""}

@@ -19,7 +19,7 @@ EXPECTED = {
     "trials(": "<Trials: ", "plot(trials)": "the search>",
     "tune_callable": "<Verdict notebook-make/", "compare(": "<Comparison all-gather-gemm/",
 }  # fmt: skip
-"""What a cell that has a text shows, or begins to show."""
+"""The output of a cell with this text, or the beginning of it."""
 
 
 def cells() -> list[str]:

@@ -268,7 +268,7 @@ def two() -> Iterator[Ranks]:
 
 
 def one_rank_refuses(world: World) -> list[str]:
-    """What ranks are told, with `check`, of calls that rank 1 alone would refuse."""
+    """The messages of all ranks, with `check`, for calls that rank 1 alone would refuse."""
     said, more = [], {"device": "cpu", "check": True}
     layer = layer_of("reduce", check=True)
     codes, x = coded(quantize=None, check=True)

@@ -167,7 +167,7 @@ def losses_of_torchao(world: World, backend: str) -> tuple[list[float], int]:
 
 
 def trained_in_fp8(world: World, db: str, backend: str) -> tuple[Status, int, list[float], list[float]]:
-    """What was counted, what the pass emitted, our losses, and those of products in float32."""
+    """The counts, the operators that the pass emitted, our losses, and losses of products in float32."""
     with float32_operators(world):
         right, _ = losses_of_torchao(world, backend)
     autotax.torch.install(db)

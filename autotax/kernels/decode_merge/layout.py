@@ -1,4 +1,4 @@
-"""What the variants share: the distribution of rows to programs and ranks, and loads and stores of O and LSE.
+"""Parts of all variants: the distribution of rows to programs and ranks, and loads and stores of O and LSE.
 
 A row is (query token, head). Inside the kernels log-sum-exps have base 2, and an empty row is (0, -inf), as in `flash_decode`.
 """
