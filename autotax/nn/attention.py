@@ -36,6 +36,7 @@ from autotax.nn.tensor_checks import (
     IN_OPS,
     PLAIN,
     VECTOR_BYTES,
+    active_modes,
     alike,
     never,
     ordinal_of,
@@ -261,7 +262,8 @@ class FlashDecode(SizedModule):
             _, counts, shape, sizes, kinds, brings = entry
             tensors: tuple[Tensor, ...]
             accepted = (
-                q.__class__ is k.__class__ is v.__class__ is lengths.__class__ is Tensor
+                not active_modes()
+                and q.__class__ is k.__class__ is v.__class__ is lengths.__class__ is Tensor
                 and (start := q.data_ptr()) > FREED < (k_start := k.data_ptr())
                 and (v_start := v.data_ptr()) > FREED < (lengths_start := lengths.data_ptr())
                 and not (start | k_start | v_start | lengths_start) % VECTOR_BYTES

@@ -30,6 +30,7 @@ from autotax.nn.tensor_checks import (
     FREED,
     VECTOR_BYTES,
     Accepted,
+    active_modes,
     plain,
     recorded,
     require_apart,
@@ -194,6 +195,7 @@ class DecodeMerge(SizedModule):
             entry = state["_known"].get(o.shape)
             if not (
                 entry
+                and not active_modes()
                 and o.__class__ is lse.__class__ is Tensor
                 and (start := o.data_ptr()) > FREED < (lse_start := lse.data_ptr())
                 and not start % VECTOR_BYTES

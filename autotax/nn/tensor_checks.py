@@ -36,6 +36,8 @@ NEEDED = "x", "weight", "q", "k_shard", "v_shard", "kv_lens", "o", "lse"
 NO_TANGENTS = "a tensor has a tangent of forward-mode differentiation, which has no rule here: give unpack_dual(tensor).primal"
 TRACED = "is in a call that a tracer records (torch.jit.trace, make_fx), which does not see kernels: use torch.compile or export"
 PROXY = torch._C._TorchDispatchModeKey.PROXY
+active_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""The number of active dispatch modes, such as tracers. Guards do not see modes, so calls within one get the full checks."""
 TRANSFORMED = "a transform of torch.func (vmap, jvp ...) calls this, which has no rule for it: call it outside"
 
 

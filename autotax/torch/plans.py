@@ -5,6 +5,7 @@ One kernel serves all sizes of a bucket. It is prepared for the greatest size an
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -256,6 +257,7 @@ class GroupPlans:
 
 _lock = threading.Lock()
 _groups: dict[tuple[dist.ProcessGroup, torch.device], GroupPlans] = {}
+os.register_at_fork(after_in_child=_groups.clear)  # a forked child shares the memory of these kernels with its parent
 _settings = Deployment()
 
 

@@ -8,6 +8,7 @@ another dimension than the first, or has scales of blocks. Fast accumulation is 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -303,7 +304,7 @@ def with_collective(x: Tensor, product: Callable[[Tensor], Tensor], collective: 
 
 
 _runs: dict[int, Callable[[Tensor], Tensor | None]] = {}
-"""By the address of a weight."""
+"""By the address of a weight, for as long as the weight lives."""
 
 
 def run_by(weight: Tensor, call: Callable[[Tensor], Tensor | None]) -> None:
@@ -311,7 +312,14 @@ def run_by(weight: Tensor, call: Callable[[Tensor], Tensor | None]) -> None:
 
     An engine's layer is found by its weight, so that compiled graphs of equal layers are equal.
     """
-    _runs[weight.data_ptr()] = call
+    address = weight.data_ptr()
+    _runs[address] = call
+
+    def forget() -> None:
+        if _runs.get(address) is call:  # another weight may have come to this address
+            del _runs[address]
+
+    weakref.finalize(weight, forget)
 
 
 def by_rows(weight: Tensor, k: int) -> Tensor:

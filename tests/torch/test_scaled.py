@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from autotax.core.config import Config
 from autotax.heap.world import World
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.runner.ranks import Ranks
-from autotax.torch import registration, scaled
+from autotax.torch import plans, registration, scaled
 from autotax.torch.plans import Status
 from tests.torch.checks import OPS, ended, group
 from tests.torch.winners import WORLD, database, usual
@@ -123,6 +124,43 @@ def test_calls_without_a_winner_stay_torchs(ranks: Ranks, tmp_path: Path, call: 
     for told, errors in ranks.run(call, database(tmp_path / "none.db", {}), "row"):
         assert told.taken == 0 and told.left > 0
         assert max(errors) < LIMIT
+
+
+def weights_at_one_address(_: World, db: str) -> list[Tensor]:
+    """Products of two weights at the same address; an engine's layer serves the first one, which is gone by the second call."""
+    autotax.torch.install(db)
+    x, memory, scale = torch.ones(4, K).bfloat16(), codes(N, K, 1), torch.ones(1, N)
+    first = memory.view(N, K)
+    scaled.run_by(first, lambda A: A.new_full((len(A), N), 7.0))
+    results = [scaled.quantised_matmul(x, first, None, scale, "row", "all_reduce", group())]
+    del first
+    results.append(scaled.quantised_matmul(x, memory.view(N, K), None, scale, "row", "all_reduce", group()))
+    ended()
+    return [*results, memory.float()]
+
+
+def test_a_layers_own_call_ends_with_its_weight(ranks: Ranks, tmp_path: Path) -> None:
+    for served, plain, memory in ranks.run(weights_at_one_address, str(tmp_path / "none.db")):
+        assert torch.equal(served, torch.full((4, N), 7.0).bfloat16())
+        assert error(plain, WORLD * torch.ones(4, K) @ memory.t()) < LIMIT
+
+
+def forked(world: World, db: str) -> int:
+    """The plans of a forked process, after a tuned call of its parent."""
+    told = gathers(world, db, "row")
+    assert told[1]
+    autotax.torch.install(db)
+    plans.plans_of(group(), torch.device("cpu"))
+    child = os.fork()
+    if not child:
+        os._exit(len(plans._groups))
+    left = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    ended()
+    return left
+
+
+def test_a_forked_process_has_no_plans(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(forked, str(tmp_path / "none.db")) == [0] * WORLD
 
 
 def test_schemas_are_those_of_this_torch() -> None:
