@@ -4,11 +4,10 @@
 
 - `NCCL`: torch's products, NCCL's sum, and torch's add and RMSNorm; with FP8 weights a kernel quantises in front of each product.
 - `NCCL, norm fused`: one kernel of ours adds, norms and quantises behind NCCL's sum.
-- `autotax`: sum, residual, norm and quantisation in one kernel behind the product, or the sum with the product: whichever was
-  faster when the layers were made. Queries are gathered by our words.
+- `autotax`: layers with `norm=`, which take what look-ups answer, and with bf16 the fastest of their three ways.
 
 Every rank has all rows. Attention over the KV cache is FlashDecode, in NCCL's editions with the best bulk-synchronous config.
-Kernels of ours have the first seeds of their spaces: nothing is searched. Each edition is captured in a CUDA graph, its outputs
+Tune first: `autotax tune --shapes results/runtime/decode.toml --db DB`. Each edition is captured in a CUDA graph, its outputs
 are compared with the first edition's, and replays are timed in turn. CPU ranks run it too, with small sizes, to try it.
 """
 
@@ -41,7 +40,7 @@ from autotax.heap import World
 from autotax.kernels.scaled_product import quantise
 from autotax.nn import AllReduceNorm, FlashDecode, LinearAllReduce, Tuned
 from autotax.operators.problems import AllReduceNorm as NormProblem
-from autotax.operators.problems import GemmReduceScatter, HeadGather
+from autotax.operators.problems import HeadGather
 from autotax.operators.scaled import library_product, quantised, scales_of
 from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.spaces import space_for
@@ -183,52 +182,40 @@ class FusedNorm(Step):
 
 
 class Ours(FusedNorm):
-    """Our kernels for the sum, the norm and the queries."""
+    """Our layers, with what look-ups answer for the sum, the norm and the queries."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        sizes, here = self.plan.sizes, detect(self.world.backend)
-        self.fused = self.norm_of("one_shot")
+        sizes, db = self.plan.sizes, self.plan.db
         heads: Problem = HeadGather(self.batch, sizes.q_heads, sizes.head_dim, "bf16", sizes.world_size)
-        self.queries = Tuned(heads, device=self.world.device, config=space_for(heads, here).default("words"))
-        self.made.append(self.queries)
-        self.summing: dict[tuple[int, int], Any] = {}
-        self.apart = dict.fromkeys((1, 3), True)
-        more = ("nk", "row", "bf16", "row") if self.fp8 else ()
-        for which in (1, 3):
-            k = self.layers[0][which].values.shape[1]
-            problem = GemmReduceScatter(
-                self.batch, sizes.hidden, k, "e4m3" if self.fp8 else "bf16", "replicated", sizes.world_size, *more
-            )
-            config = space_for(problem, here).default("scaled_words" if self.fp8 else "words")
-            for number, layer in enumerate(self.layers):
-                options = {"scales": layer[which].scales, "quantize": "row"} if self.fp8 else {}
-                self.summing[number, which] = LinearAllReduce(layer[which].values, None, self.batch, config=config, **options)
-            self.made += [self.summing[number, which] for number in range(len(self.layers))]
-            self.apart[which] = self.measured(which, k)
-
-    def measured(self, which: int, k: int) -> bool:
-        """Whether the product, then sum and norm in one kernel, is faster than product and sum in one kernel, then the norm."""
-        a = torch.zeros(self.batch, k, device=self.world.device, dtype=torch.bfloat16)
-        x, us = a.new_zeros(self.batch, self.plan.sizes.hidden), []
-        for apart in (True, False):
-            self.apart[which] = apart
-            run = Runnable(lambda: tuple(self.boundary(n, which, a, x)[1] for n in range(len(self.layers))), a.is_cuda)
-            us.append(min(timed(self.world, run) for _ in range(8)))
-        slowest = [max(pair) for pair in zip(*self.world.gather(us, list[float]), strict=True)]
-        return slowest[0] <= slowest[1]
+        self.queries = Tuned(heads, device=self.world.device, db=db)
+        quant, prepared = "row" if self.fp8 else "none", [self.batch]
+        norm = AllReduceNorm(
+            sizes.hidden, self.batch, device=self.world.device, db=db, quant=quant, eps=EPS, sizes=prepared
+        )
+        self.rows: dict[tuple[int, int], Any] = {}
+        for number, layer in enumerate(self.layers):
+            for which in (1, 3):
+                more: Any = {"scales": layer[which].scales, "quantize": "row"} if self.fp8 else {}
+                options = {"db": db, "norm": norm, "sizes": prepared, **more}
+                self.rows[number, which] = LinearAllReduce(layer[which].values, None, self.batch, **options)
+        self.made += [self.queries, *self.rows.values(), norm]
 
     def gather(self, own: Tensor) -> Tensor:
         return self.queries(own.view(len(own), -1, self.plan.sizes.head_dim))
 
     def boundary(self, layer: int, which: int, a: Tensor, x: Tensor) -> tuple[Any, Tensor]:
-        if self.apart[which]:
-            return super().boundary(layer, which, a, x)
-        return self.normed(self.fused.of_sums(self.summing[layer, which](a, residual=x), self.norm))
+        return self.normed(self.rows[layer, which].normed(a, self.norm, x))
 
     def chosen(self) -> dict[str, str]:
-        names = {True: "product; sum and norm", False: "product and sum; norm"}
-        return {{1: "output projection", 3: "down"}[which]: names[apart] for which, apart in self.apart.items()}
+        return {name: self.way(self.rows[0, which]) for which, name in ((1, "output projection"), (3, "down"))}
+
+    def way(self, layer: Any) -> str:
+        """What `normed` of a layer runs. Layers with a weight in e4m3 know one way."""
+        if getattr(layer, "_whole", None):
+            return "one kernel"
+        apart = getattr(layer, "_apart", {}).get(self.batch, False)
+        return "product; sum and norm" if apart else f"{layer.choices[0].config or 'NCCL'}; norm"
 
 
 def work(world: World, plan: Plan) -> list[dict[str, Any]]:
@@ -292,7 +279,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--dtypes", choices=tuple(TOLERANCE), nargs="+", default=list(TOLERANCE))
     parser.add_argument("--backend", choices=("cuda", "cpu"))
-    parser.add_argument("--db", help="database of winners of attention, a path or a URL; default: yours")
+    parser.add_argument("--db", help="database of winners, a path or a URL; default: yours")
     parser.add_argument("--json", type=Path, help="file for the document")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which all ranks are killed")
     given = parser.parse_args()
