@@ -1,10 +1,12 @@
-"""Decode steps of a Llama-style stack with the norms fused, in bf16 and with FP8 weights, in three editions of the same weights:
+"""Decode steps of a Llama-style stack with the norms fused, in bf16 and with FP8 weights, in editions of the same weights:
 
     PYTHONPATH=. python results/runtime/decode.py --batches 1 4 16 --json decode.json
 
 - `NCCL`: torch's products, NCCL's sum, and torch's add and RMSNorm; with FP8 weights a kernel quantises in front of each product.
 - `NCCL, norm fused`: one kernel of ours adds, norms and quantises behind NCCL's sum.
 - `autotax`: layers with `norm=`, which take what look-ups answer, and with bf16 the fastest of their three ways.
+- `no exchange`: the products, our attention and the norm of each rank's own addends. Its results are wrong; no other edition on
+  these products can be faster.
 
 Every rank has all rows. Attention over the KV cache is FlashDecode, in NCCL's editions with the best bulk-synchronous config.
 Tune first: `autotax tune --shapes results/runtime/decode.toml --db DB`. Each edition is captured in a CUDA graph, its outputs
@@ -46,7 +48,7 @@ from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.spaces import space_for
 from autotax.tuner.finalists import speedup
 
-NCCL, FUSED, OURS = EDITIONS = ("NCCL", "NCCL, norm fused", "autotax")
+NCCL, FUSED, OURS, BOUND = EDITIONS = ("NCCL", "NCCL, norm fused", "autotax", "no exchange")
 EPS = 1e-5
 TOLERANCE = {"bf16": 2e-2, "e4m3": 6e-2}
 """Greatest ||theirs - NCCL's|| / ||NCCL's||. A value that bf16 rounds in another place may get the next e4m3, 6 % away."""
@@ -218,6 +220,18 @@ class Ours(FusedNorm):
         return "product; sum and norm" if apart else f"{layer.choices[0].config or 'NCCL'}; norm"
 
 
+class NoExchange(FusedNorm):
+    """What a step takes beside its exchanges."""
+
+    def gather(self, own: Tensor) -> Tensor:
+        if not hasattr(self, "queries"):
+            self.queries = own.new_ones(self.batch, self.plan.sizes.q_heads, self.plan.sizes.head_dim)
+        return self.queries
+
+    def boundary(self, layer: int, which: int, a: Tensor, x: Tensor) -> tuple[Any, Tensor]:  # noqa: ARG002
+        return self.normed(self.fused.of_sums(self.layers[layer][which].times(a), self.norm))
+
+
 def work(world: World, plan: Plan) -> list[dict[str, Any]]:
     """One rank: each dtype and batch in all editions."""
     sizes, found = plan.sizes, []
@@ -230,10 +244,10 @@ def work(world: World, plan: Plan) -> list[dict[str, Any]]:
             ours = decoder(sizes, batch, world, torch.bfloat16, db=plan.db)
             for dtype in plan.dtypes:
                 layers = [[Weight.of(each.detach(), dtype) for each in weights] for weights in drawn]
-                kinds = zip(EDITIONS, (Step, FusedNorm, Ours), strict=True)
+                kinds = zip(EDITIONS, (Step, FusedNorm, Ours, NoExchange), strict=True)
                 steps = {name: kind(plan, world, layers, norm, caches) for name, kind in kinds}
                 x = residual(world, plan, batch, 0)
-                runs = {name: runnable(step, x, ours if name == OURS else theirs) for name, step in steps.items()}
+                runs = {name: runnable(step, x, theirs if name in (NCCL, FUSED) else ours) for name, step in steps.items()}
                 before = [check(world, plan, x, runs, batch, seed) for seed in (1, 2)]
                 times: dict[str, list[float]] = {name: [] for name in EDITIONS}
                 for number in range(plan.rounds):
@@ -267,7 +281,7 @@ def check(world: World, plan: Plan, x: Tensor, runs: dict[str, Runnable], batch:
     for run in runs.values():
         run()
     right = runs[NCCL].out[0].float()
-    errors = {name: float((run.out[0].float() - right).norm() / right.norm()) for name, run in runs.items()}
+    errors = {name: float((runs[name].out[0].float() - right).norm() / right.norm()) for name in (NCCL, FUSED, OURS)}
     return {name: error if math.isfinite(error) else math.inf for name, error in errors.items()}
 
 
@@ -298,12 +312,13 @@ def main() -> int:
         mine = of_ranks[0]
         times = {name: [max(at) for at in zip(*(each["times"][name] for each in of_ranks), strict=True)] for name in EDITIONS}
         us = {name: statistics.median(of) for name, of in times.items()}
-        ratios = {name: speedup(times[name], times[OURS]) for name in EDITIONS[:2]}
-        errors = {name: max(each["errors"][name] for each in of_ranks) for name in EDITIONS[1:]}
+        ratios = {name: speedup(times[name], times[OURS]) for name in (NCCL, FUSED)}
+        errors = {name: max(each["errors"][name] for each in of_ranks) for name in (FUSED, OURS)}
         right = right and max(errors.values()) <= TOLERANCE[mine["dtype"]]
         gains = ", ".join(f"{ratio:.2f}x [{low:.2f}, {high:.2f}] over {name}" for name, (ratio, (low, high)) in ratios.items())
         shown = ", ".join(f"{name} {value:.1f}" for name, value in us.items())
         print(f"{mine['dtype']}, batch {mine['batch']}: {shown}; autotax {gains}", flush=True)
+        print(f"  without any exchange NCCL's edition would be {us[NCCL] / us[BOUND]:.2f}x as fast")
         print(f"  differences from NCCL {errors}; {mine['chosen']}")
         document.append(mine | {"us": us, "ratios": {name: [ratio, *ends] for name, (ratio, ends) in ratios.items()}})
     if given.json:
