@@ -301,7 +301,7 @@ def trials(problem: Problem | None, records: Sequence[TrialRecord]) -> Group:
     if not records:
         return Group(Text(f"no trials of {title(problem)}" if problem else "no trials"))
     by_run = groupby(sorted(records, key=_stage), key=_stage)
-    tables = [_trials_of_run(list(run)) for _, run in by_run]
+    tables = [part for _, run in by_run for part in (_trials_of_run(list(run)), Text())]
     return Group(*tables, Text(f"{number(len(records), 'trial')}: {counts(Counter(record.status for record in records))}"))
 
 

@@ -219,4 +219,5 @@ def test_figures_of_search_and_finals_have_tables_of_their_own() -> None:
     run = RunRecord(1, PROBLEM, GPUS, SOFTWARE, {}, "done", datetime.now(UTC))
     text = seen(tables.trials(PROBLEM, [replace(record, run=run) for record in records]))
     finals, search = text.index(": finals, measured in turn"), text.index(": search, one after the other")
+    assert [line.strip() for line in text[:search].splitlines()[-2:-1]] == [""], "a blank line between tables"
     assert finals < text.index("comm=1") < search < text.index("comm=0") < text.index("comm=2")
