@@ -55,6 +55,7 @@ def test_the_first_kernel_of_an_author(tmp_path: Path, section: str) -> None:
 @pytest.mark.parametrize("page", ["docs/vllm.md", *volume("docs/sglang.md")])
 def test_what_the_server_of_a_model_developer_will_ask_for(tmp_path: Path, page: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    assert commands(page, "Install") == [["pip", "install", "autotax"], ["autotax", "doctor"]], "with all that it needs"
     planned, tuned = commands(page, "Tune")
     ran = follow(tmp_path, planned)
     assert ran.returncode == 0 and "8 x NVIDIA H100" in ran.stdout and "expected: " in ran.stdout, ran.stderr
