@@ -11,9 +11,11 @@ import pytest
 
 import autotax
 from autotax.core.conditions import ON_CPU
+from autotax.core.config import Config
 from autotax.core.errors import MARK
 from autotax.db import Store
 from autotax.operators.declaration import ONLY_OURS_VARIABLE
+from autotax.runner.measurement import Candidate
 from autotax.tuner import Comparison, Row, Verdict
 from autotax.tuner.progress import FailedVariant
 from tests.report.test_tables import CPUS, PROBLEM, a_measurement, a_verdict
@@ -39,6 +41,9 @@ def test_representations_are_short_and_say_what_was_found(tmp_path: Path, monkey
         verdict = tune(store, SyntheticRunner(gemm_landscape), trials=20)
         trials = autotax.trials(db=store.url)
     assert len(repr(verdict)) < 400 and "x over BSP [" in repr(verdict) and repr(verdict).endswith("; 20 trials>")
+    bsp = verdict.standings[-1]
+    kept = replace(verdict, winner=replace(bsp, measurement=replace(bsp.measurement, candidate=Candidate(Config.of("bsp")))))
+    assert ": nothing beats BSP yet, " in repr(kept) and "x over BSP" not in repr(kept)
     failed = FailedVariant("mine", 3, "crash", f"first line (own.py:31){MARK}many lines")
     assert "; mine failed in all 3 trials: crash: first line (own.py:31); 20 t" in repr(replace(verdict, failed=(failed,)))
     assert all(len(repr(trial)) < 1000 for trial in trials), "without samples"

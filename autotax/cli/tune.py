@@ -197,7 +197,7 @@ def tune_all(
             (verdict,) = proven
             arguments = command_line(verdict.problem) + flags_of(verdict.conditions, hardware)
             closing(store.url, f"autotax lookup {arguments}{where.again} --pin")
-        else:
+        elif any(verdict.trials for verdict in verdicts):
             closing(store.url, f"autotax {'winners' if proven else 'trials'}{where.again}")
     return verdicts
 

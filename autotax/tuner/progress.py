@@ -114,8 +114,10 @@ class Verdict:
         if best is None:
             outcome = "interrupted" if self.interrupted else "the time limit came first" if self.late else "nothing verified"
         else:
-            low, high = best.interval
-            outcome = f"{best.measurement.config} {best.speedup:.2f}x over BSP [{low:.2f}, {high:.2f}]"
+            (low, high), config = best.interval, best.measurement.config
+            outcome = f"{config} {best.speedup:.2f}x over BSP [{low:.2f}, {high:.2f}]"
+            if config.variant == "bsp":
+                outcome = "within noise of BSP, which is kept" if self.tie else "nothing beats BSP yet"
             outcome += f", {best.measurement.latency_us:.1f} us" if best.measurement.latency_us is not None else ""
         for failed in self.failed[:1]:
             outcome += f"; {failed.variant} failed in all {failed.trials} trials: {failed.status}: {summary(failed.error)}"
