@@ -16,7 +16,7 @@ from autotax.cli import app
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
-from autotax.db import Store, reproof
+from autotax.db import Store, reproof, shipped
 from autotax.db.formats import read
 from autotax.db.lookup import lookup, reload
 from autotax.db.records import Entry
@@ -25,7 +25,7 @@ from autotax.kernels.offline import resources_offline
 from autotax.kernels.resources import machine_code
 from autotax.operators.problems import HeadGather
 from autotax.runner.ranks import Ranks as Processes
-from autotax.software import environment
+from autotax.software import environment, triton_version
 from autotax.spaces import space_for
 from autotax.testing.examples import Examples
 from autotax.tuner import equal_code
@@ -147,3 +147,10 @@ def test_files_and_databases_keep_machine_code_and_may_lack_it(
         assert [winner.machine_code for winner in store.winners(with_samples=False)] == [code, None]
     (tmp_path / "a.json").write_text((tmp_path / "a.json").read_text().replace(code, code * 2))
     assert "malformed" in run("import", tmp_path / "a.json").complaint
+
+
+@pytest.mark.skipif(triton_version() != "3.6.0", reason="shipped winners were proven with Triton 3.6.0")
+def test_shipped_machine_code_is_that_of_the_triton_that_proved_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped, "FOLDER", Path(autotax.__file__).parent / "shipped")
+    for winner in {winner.config.variant: winner for winner in shipped.winners() if winner.machine_code}.values():
+        assert machine_code(resources_offline(winner.problem, winner.config, winner.hardware)) == winner.machine_code, winner
