@@ -79,11 +79,11 @@ def test_measures_every_variant_verified_and_interleaved(runner: LiveRunner, pro
 
 def test_a_trial_has_the_machine_code_that_a_compiler_made(runner: LiveRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     class Compilers(CompileAhead):
-        def outcome(self, problem: Problem, config: Config) -> CompilerAnswer:  # noqa: ARG002
+        def outcome(self, problem: Problem, config: Config) -> CompilerAnswer:
             kernels = (Resources("push_kernel", 0, code="0123"),) if config.variant == "push" else ()
             return CompilerAnswer(None, kernels=kernels)
 
-        def ready(self, problem: Problem, config: Config) -> bool:  # noqa: ARG002
+        def ready(self, problem: Problem, config: Config) -> bool:
             return True
 
     monkeypatch.setattr(runner, "compilers", Compilers(CPU, 1))
