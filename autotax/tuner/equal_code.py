@@ -31,8 +31,8 @@ def hold(stale: Sequence[Stale], hardware: Hardware, store: Store, within_s: flo
     here = environment(hardware.backend)
     codes = _compiled(list(former.values()), hardware, min(within_s, START_S + EACH_S * len(former)))
     equal = {index for (index, winner), code in zip(former.items(), codes, strict=True) if code == winner.machine_code}
-    entries = [Entry(replace(former[index], environment=here)) for index in sorted(equal)]
-    store.merge(entries, "equal machine code, measured with other software")
+    if entries := [Entry(replace(former[index], environment=here)) for index in sorted(equal)]:
+        store.merge(entries, "equal machine code, measured with other software")
     return [item for index, item in enumerate(stale) if index not in equal]
 
 
