@@ -73,6 +73,11 @@ class VariantSpace:
 
         yield from extend(0, {})
 
+    def default(self) -> Config:
+        """The static default: the first admitted seed, or else the first config that is admitted at all."""
+        seed = next((seed for seed in self.seeds if self.why_not(seed) is None), None)
+        return seed or next(self.configs())
+
     def point(self, random: Random) -> Config:
         """Random values for all parameters. The config may break a constraint: see `why_not`."""
         return Config.of(self.variant, {name: random.choice(choices) for name, choices in self.parameters.items()})
@@ -136,10 +141,8 @@ class Space:
         return list(dict.fromkeys(firsts + others))
 
     def default(self, variant: str) -> Config:
-        """The static default of a variant: its first admitted seed, or else the first config that is admitted at all."""
-        space = self.variants[variant]
-        seed = next((seed for seed in space.seeds if space.why_not(seed) is None), None)
-        return seed or next(space.configs())
+        """The static default of a variant."""
+        return self.variants[variant].default()
 
     def neighbours(self, config: Config) -> list[Config]:
         """The admitted configs that differ in one parameter: numbers by the next choice up or down, words by any other choice."""
