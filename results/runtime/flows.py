@@ -74,9 +74,10 @@ class Trace:
         while above:
             if function := self._function(above.f_code):
                 callers.append(function)
-            if above.f_code.co_name == "<module>" and above.f_back or above.f_code.co_filename == IMPORTS:  # an import is under way
-                return
+            importing = above.f_code.co_filename == IMPORTS or above.f_code.co_name == "<module>"
             above = above.f_back
+            if importing and above:  # without a frame above, it is the script
+                return
         if callee[1] != "<module>":
             self.calls[callers[0] if callers else None, callee] += 1
 
@@ -153,8 +154,8 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = dict(zip(FLOWS, (trial, look_up,
 def traced(flow: str) -> dict[str, Any]:
     """Traces a flow in a process of its own."""
     variables = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
-    lines = subprocess.run([sys.executable, __file__, "--flow", flow], env=variables, stdout=subprocess.PIPE, check=True, text=True)
-    return dict(json.loads(lines.stdout.splitlines()[-1]))
+    output = subprocess.check_output([sys.executable, __file__, "--flow", flow], env=variables, text=True)
+    return dict(json.loads(output.splitlines()[-1]))
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ import pytest
 from autotax.core.conditions import ON_CPU, Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
-from autotax.core.problem import Problem
 from autotax.db import Store, shipped
 from autotax.db import lookup as module
 from autotax.db.lookup import Answer, lookup
