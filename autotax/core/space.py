@@ -48,12 +48,13 @@ class VariantSpace:
     seeds: tuple[Config, ...] = ()
 
     def why_not(self, config: Config) -> str | None:
-        if set(config.values) != set(self.parameters):
+        values = config.values
+        if values.keys() != self.parameters.keys():
             return f"{self.variant} takes {', '.join(self.parameters) or 'no parameters'}"
         for name, choices in self.parameters.items():
-            if config[name] not in choices:
-                return f"{name} is {config[name]}; allowed are {', '.join(map(str, choices))}"
-        return next((self._explain(c, config) for c in self.constraints if not self._holds(c, config.values)), None)
+            if values[name] not in choices:
+                return f"{name} is {values[name]}; allowed are {', '.join(map(str, choices))}"
+        return next((self._explain(c, values) for c in self.constraints if not self._holds(c, values)), None)
 
     def configs(self) -> Iterator[Config]:
         """Every config that is admitted, by backtracking: a constraint is tried as soon as its parameters have values."""
@@ -97,8 +98,8 @@ class VariantSpace:
         return constraint.holds(*(values[name] for name in constraint.names))
 
     @staticmethod
-    def _explain(constraint: Constraint, config: Config) -> str:
-        return f"{constraint.reason} ({', '.join(f'{name} {config[name]}' for name in constraint.names)})"
+    def _explain(constraint: Constraint, values: dict[str, Value]) -> str:
+        return f"{constraint.reason} ({', '.join(f'{name} {values[name]}' for name in constraint.names)})"
 
 
 @dataclass(frozen=True)
