@@ -1,4 +1,4 @@
-"""Records as rows of the database and as shared files. What is read is checked for fields, types and sizes."""
+"""Records as rows of the database and as shared files. Fields, types and sizes are checked on reading."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
 import sqlalchemy
@@ -57,6 +57,8 @@ from autotax.db.schema import (
 from autotax.hardware import BACKENDS, Hardware
 from autotax.operators import problem_files
 from autotax.software import Environment
+
+T = TypeVar("T")
 
 
 def _shape(record: type[Hardware | Environment], row: type[Base], **special: Any) -> type[msgspec.Struct]:
@@ -184,12 +186,7 @@ def write(path: Path, entries: Iterable[Entry], *, anonymous: bool = False) -> N
 
 def read(path: Path) -> list[Entry]:
     """The entries of a file, perhaps compressed by gzip or xz. Raises UsageError, of one line, if any part is invalid."""
-    try:
-        document = from_json(read_bytes(path), dict[str, msgspec.Raw])
-    except OSError as error:
-        _refuse(path, f"cannot be read ({error.strerror})")
-    except Malformed as error:
-        _refuse(path, f"is no export of autotax ({error})")
+    document = _document(path, dict[str, msgspec.Raw])
     if _field(document, "format") != FORMAT:
         _refuse(path, "is not an export of autotax")
     if (version := _field(document, "version")) != VERSION or type(version) is not int:
@@ -200,6 +197,15 @@ def read(path: Path) -> list[Entry]:
     except Malformed:
         _refuse(path, "has no list of winners")
     return [_entry(path, number, text) for number, text in enumerate(winners, 1)]
+
+
+def _document(path: Path, shape: type[T]) -> T:
+    try:
+        return from_json(read_bytes(path), shape)
+    except OSError as error:
+        _refuse(path, f"cannot be read ({error.strerror})")
+    except Malformed as error:
+        _refuse(path, f"is no export of autotax ({error})")
 
 
 def _field(document: dict[str, msgspec.Raw], name: str) -> Any:
@@ -507,19 +513,16 @@ def shipped_winners(path: Path) -> list[IndexedWinner]:
 
     Raises UsageError, of one line, if any part is invalid.
     """
-    try:
-        return [
-            IndexedWinner(
-                f"{winner.problem.pop('op')}/{','.join(f'{name}={value}' for name, value in winner.problem.items())}",
-                _place(winner.hardware, winner.environment, winner.conditions),
-                CURRENT.get(winner.kernel_digest, winner.kernel_digest),
-                json.dumps(msgspec.structs.asdict(winner.config)),
-                winner.speedup,
-                *winner.interval,
-                winner.tie,
-                trial_id=0,
-            )
-            for winner in from_json(read_bytes(path), _ShippedFile).winners
-        ]
-    except (OSError, Malformed, KeyError) as error:
-        _refuse(path, f"cannot be read ({error})")
+    return [
+        IndexedWinner(
+            f"{winner.problem.pop('op', '')}/{','.join(f'{name}={value}' for name, value in winner.problem.items())}",
+            _place(winner.hardware, winner.environment, winner.conditions),
+            CURRENT.get(winner.kernel_digest, winner.kernel_digest),
+            json.dumps(msgspec.structs.asdict(winner.config)),
+            winner.speedup,
+            *winner.interval,
+            winner.tie,
+            trial_id=0,
+        )
+        for winner in _document(path, _ShippedFile).winners
+    ]

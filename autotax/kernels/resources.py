@@ -24,7 +24,7 @@ class Resources:
 
 
 def resources_of(kernel: str, binary: Any) -> Resources:
-    """Those of a compiled kernel: `cuobjdump` reads them on NVIDIA; on AMD the metadata of the assembly has them."""
+    """The resources of a compiled kernel: read by `cuobjdump` on NVIDIA, and from the metadata of the assembly on AMD."""
     if "cubin" in binary.asm:
         registers, local = _of_cubin(binary.asm["cubin"])
     else:

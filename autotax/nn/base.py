@@ -74,7 +74,7 @@ class Unknown(Enum):
 
 Group = dist.ProcessGroup | None | Unknown
 NOT_IN: Any = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None
-"""What torch returns instead of a new group where this rank is none of its ranks."""
+"""The value that torch returns for a new group to which this rank does not belong."""
 
 
 def module_of(handle: int) -> Any:

@@ -132,11 +132,11 @@ def _within(deviations: float, freedom: int) -> float:
 FEWEST_JOBS, MOST_JOBS = 2, 4
 """Interleaved jobs. One does not show how much jobs differ; not separated after MOST_JOBS is a tie."""
 CHALLENGERS, BASELINES = 6, 2
-"""Most finalists that are not BSP, and that are."""
+"""Most finalists of other variants, and of BSP."""
 FEWEST_SAMPLES = 10
 """Least number of paired samples for a decision."""
 ROUND_EFFORT = Effort(samples=50, seconds=0.6, fewest=FEWEST_SAMPLES)
-"""One job."""
+"""The effort of one interleaved job."""
 NEGLIGIBLE = 0.005
 """A simpler variant wins although it is slower by up to this share, if the difference is not significant."""
 LOST = ("hang", "crash")
@@ -162,7 +162,7 @@ class Paces:
         return finalists * (jobs * (self.trial_s + ROUND_EFFORT.seconds) + soak * replay_s)
 
     def fitting(self, seconds: float, soak: int) -> tuple[int, int, int]:
-        """The challengers, BSP configs and replays of a soak that fit into `seconds`. The soak is cut last, to one at least."""
+        """How many challengers, BSP configs and soak replays fit into `seconds`. The soak is cut last, to one replay at least."""
         for challengers, baselines in ((CHALLENGERS, BASELINES), (4, BASELINES), (2, 1), (1, 1)):
             if self.expected_s(challengers + baselines, soak, FEWEST_JOBS) <= seconds:
                 return challengers, baselines, soak

@@ -259,7 +259,7 @@ def opened(settings: Settings, problem: Problem, hardware: Hardware, space: Spac
 
 
 def without_ladder(space: Space, won: Collection[Config]) -> Space:
-    """The space without variants of the ladder, which only explain where time goes, but for those that have won before."""
+    """The space without the variants of the ladder that never won: they only explain where time goes."""
     winners = {config.variant for config in won}
     ladder = {name for name, variant in registry.of(space.problem).variants.items() if variant.role == "ladder"}
     return space.only([name for name in space.variants if name not in ladder - winners])
