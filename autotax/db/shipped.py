@@ -96,7 +96,7 @@ def _shipped() -> Source:
 MOST = 8
 """Most configs of a warm start."""
 FAR = 2.0
-"""Winners of problems at a greater distance, the doublings of all sizes and of the ranks, are not used."""
+"""Winners at a greater distance are not used. A distance counts the doublings of all sizes and of the ranks."""
 
 
 def precedents(problem: Problem, here: Place, winners: Iterable[IndexedWinner], fits: Callable[[Config], bool]) -> list[Config]:

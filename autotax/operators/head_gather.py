@@ -1,4 +1,4 @@
-"""Head gather: every rank gets the heads of all. It precedes decoding where each rank computes attention for all heads."""
+"""Head gather: every rank gets the heads of all ranks. Decoding needs it first where each rank attends with all heads."""
 
 from __future__ import annotations
 
