@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +11,13 @@ import pytest
 
 import autotax
 from autotax.core.conditions import ON_CPU
+from autotax.core.config import Config
+from autotax.core.errors import MARK
 from autotax.db import Store
 from autotax.operators.declaration import ONLY_OURS_VARIABLE
+from autotax.runner.measurement import Candidate
 from autotax.tuner import Comparison, Row, Verdict
+from autotax.tuner.progress import FailedVariant
 from tests.report.test_tables import CPUS, PROBLEM, a_measurement, a_verdict
 from tests.tuner.shared import gemm_landscape
 from tests.tuner.shared import run as tune
@@ -36,6 +41,11 @@ def test_representations_are_short_and_say_what_was_found(tmp_path: Path, monkey
         verdict = tune(store, SyntheticRunner(gemm_landscape), trials=20)
         trials = autotax.trials(db=store.url)
     assert len(repr(verdict)) < 400 and "x over BSP [" in repr(verdict) and repr(verdict).endswith("; 20 trials>")
+    bsp = verdict.standings[-1]
+    kept = replace(verdict, winner=replace(bsp, measurement=replace(bsp.measurement, candidate=Candidate(Config.of("bsp")))))
+    assert ": nothing beats BSP yet, " in repr(kept) and "x over BSP" not in repr(kept)
+    failed = FailedVariant("mine", 3, "crash", f"first line (own.py:31){MARK}many lines")
+    assert "; mine failed in all 3 trials: crash: first line (own.py:31); 20 t" in repr(replace(verdict, failed=(failed,)))
     assert all(len(repr(trial)) < 1000 for trial in trials), "without samples"
     assert repr(trials).startswith(f"<Trials: {len(trials)} (") and len(autotax.trials(status="hang", db=store.url)) == 0
     for result, words in ((trials, "the search"), (verdict, " wins: "), (compared(verdict), "compared")):

@@ -179,8 +179,8 @@ def loads_in(arguments: Sequence[str]) -> list[str]:
     return values
 
 
-def explained(error: Any) -> str:
-    """An error of the parser in one line, with the allowed values or a similar name, and the remedy."""
+def explained(error: Any, op: str | None) -> str:
+    """An error of the parser in one line, with the allowed values or a similar name, and the remedy. `op`: the operator given."""
     message = error.format_message().partition(" Did you mean")[0].partition(" (Possible options")[0].rstrip(".")
     context = getattr(error, "ctx", None)
     allowed: list[str] = []
@@ -193,6 +193,8 @@ def explained(error: Any) -> str:
         allowed = [option for parameter in context.command.params for option in parameter.opts if option[:2] == "--"]
         word = error.option_name
     path = context.command_path if context is not None else "autotax"
+    if op and "op" in (parameter.name for parameter in getattr(getattr(context, "command", None), "params", ())):
+        path += f" {op}"
     text = f"{message[:1].lower()}{message[1:]}"
     if guess := did_you_mean(word, allowed) if word else "":
         return f"{text}: {guess} See `{path} --help`"
@@ -331,4 +333,4 @@ def _run(arguments: list[str], commands: Mapping[str, Command], program: str) ->
             return end(f"the database failed ({type(why).__name__}: {why}): run the same command again to go on", 1)
         if not hasattr(error, "format_message"):
             raise
-        return end(explained(error), 2)
+        return end(explained(error, options.operator_named(arguments)), 2)

@@ -62,6 +62,7 @@ def compare_and_show(
 
     if of.shapes is None:
         what.require()
+    limit = TimeLimit(seconds_of(of.timeout))
     hardware, many = where.hardware(), of.shapes is not None
     conditions = deployed.conditions(hardware)
     problems = problems_of(what, of.shapes, hardware)
@@ -69,7 +70,6 @@ def compare_and_show(
     for problem in problems:
         warn_of_slow_ranks(problem, hardware, COMPARED)
     compared: list[Comparison] = []
-    limit = TimeLimit(seconds_of(of.timeout))
     try:
         for comparison in _compare_all(problems, hardware, conditions, where, every_variant, limit):
             compared.append(comparison)
@@ -105,7 +105,7 @@ def _compare_all(
                     comparison = Comparison(problem, hardware, conditions, (), None, str(error))
                 if comparison.error:
                     say(f"{problem} could not be compared: {comparison.error}")
-                if comparison.answer and comparison.answer.match == "fallback":
+                elif comparison.answer and comparison.answer.match == "fallback":
                     say(f"nothing is tuned for this problem, so BSP is compared with itself: {comparison.answer.reason}")
                 for notice in dict.fromkeys(notice for row in comparison.rows for notice in row.measurement.notices):
                     say(f"notice: {notice}")

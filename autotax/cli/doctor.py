@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from autotax.cli.messages import say
 from autotax.cli.options import MachineOptions, one_of, word
-from autotax.core.errors import MachineError, UsageError
+from autotax.core.errors import INSTALL, MachineError, UsageError
 from autotax.core.files import refuse_unwritable, write_whole
 from autotax.hardware import (
     BACKENDS,
@@ -87,7 +87,8 @@ def _answered(check: Callable[[], Check]) -> Check:
     except Exception as error:
         name = getattr(check, "func", check).__name__.strip("_").replace("_", " ")
         said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        return Check(name, False, said, "mend what this says; torch and the driver must fit each other")
+        other = "mend what this says; torch and the driver must fit each other"
+        return Check(name, False, said, INSTALL if isinstance(error, ImportError) else other)
 
 
 def _backend_present() -> str:

@@ -101,7 +101,7 @@ class ProblemOptions:
             for field in fields(operator.problem):
                 users.setdefault(field.name, []).append(field)
         for name, kinds in users.items():
-            meanings = "; ".join(dict.fromkeys(map(_meaning, kinds)))
+            meanings = max(map(_meaning, kinds), key=len)  # the most values, if the operator is not known
             panel, hidden = f"Problem: {op}" if op else "Problem", len(kinds) < len(chosen)
             kind: Any = (int, number) if all(map(_is_number, kinds)) else (str, word)
             options[name] = (Annotated[kind[0] | None, kind[1](meanings, panel=panel, hidden=hidden)], None)
@@ -125,7 +125,8 @@ class ProblemOptions:
         kind = operators()[self.op or ""].problem
         required = kind.required()
         if lacking := [name for name in required if name not in self.given]:
-            raise UsageError(f"{self.op} lacks {flags(lacking)}; it needs {flags(required)}: give them all")
+            more = f"; it needs {flags(required)}" if lacking != required else ""
+            raise UsageError(f"{self.op} lacks {flags(lacking)}{more}: give them all")
         # An option may be a number for one operator and a word for another.
         numbers = {field.name for field in fields(kind) if _is_number(field)}
         values = {name: whole(value) if name in numbers else value for name, value in self.given.items()}

@@ -197,7 +197,7 @@ def tune_all(
             (verdict,) = proven
             arguments = command_line(verdict.problem) + flags_of(verdict.conditions, hardware)
             closing(store.url, f"autotax lookup {arguments}{where.again} --pin")
-        else:
+        elif any(verdict.trials for verdict in verdicts):
             closing(store.url, f"autotax {'winners' if proven else 'trials'}{where.again}")
     return verdicts
 
@@ -231,7 +231,8 @@ def _show(verdict: Verdict, store: Store, where: MachineOptions, resumed: bool) 
         again = "run the same command again" if resumed else "run the same command with --resume"
         say(f"interrupted; the finished trials are stored in {shown(store.url)}: {again} to go on from there")
     elif verdict.late:
-        say(f"the time limit came before the verdict; the finished trials are stored in {shown(store.url)}")
+        stored = f"the finished trials are stored in {shown(store.url)}" if verdict.trials else "no trial had ended"
+        say(f"the time limit came before the verdict; {stored}")
     elif verdict.winner is None:
         say(f"nothing could be verified for {verdict.problem}: `{listed}` shows why each trial failed")
 

@@ -33,7 +33,7 @@ LIMITS = {
     errno.EAGAIN: "end other processes or raise `ulimit -u`, then run the same command",
 }
 """Errors of the operating system that say that a limit is met, each with its remedy."""
-INSTALL = "install autotax again, then run the same command"
+INSTALL = "install autotax again, with what it needs (`pip install autotax`), then run the same command"
 
 
 def memory_kib() -> int | None:

@@ -203,23 +203,23 @@ def outcome(verdict: Verdict) -> str:
 
 # The look of all tables, on wide and on narrow screens.
 
-NARROW = 110
-"""On screens with fewer columns, the parameters of configs move from the table to separate lines."""
+READABLE = 32
+"""Columns that a cell of several words gets at least, if it has so many."""
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """A table for wide screens and the same facts for narrow ones."""
+    """The same facts in several forms. A screen gets the first form for which it is wide enough, else the last one."""
 
-    wide: RenderableType
-    narrow: RenderableType
+    forms: tuple[RenderableType, ...]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        whole = Measurement.get(console, options.update(max_width=WIDEST), self.wide).maximum
-        yield self.narrow if options.max_width < min(NARROW, whole) else self.wide
+        every = options.update(max_width=WIDEST)
+        fitting = (form for form in self.forms if Measurement.get(console, every, form).minimum <= options.max_width)
+        yield next(fitting, self.forms[-1])
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement.get(console, options, self.wide)
+        return Measurement.get(console, options, self.forms[0])
 
 
 class Captioned(Table):
@@ -238,8 +238,10 @@ class Captioned(Table):
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         texts = [text.cell_len for part in (self.heading, self.notes) for text in part.split()]
-        cells = super().__rich_measure__(console, options)
-        return Measurement(cells.minimum, max(cells.maximum, *texts, 1)).clamp(max_width=options.max_width)
+        whole = super().__rich_measure__(console, options).maximum
+        widths = [(self._measure_column(console, options, column).maximum, column.no_wrap) for column in self.columns]
+        spared = sum(max(0, width - READABLE) for width, unfolded in widths if not unfolded)
+        return Measurement(whole - spared, max(whole, *texts, 1)).clamp(max_width=options.max_width)
 
 
 grid = Captioned
@@ -258,20 +260,12 @@ def labelled(min_width: int | None = None, **more: Any) -> Table:
     return lines
 
 
-def legend(rows: Iterable[tuple[str, Config, str]]) -> Table:
-    """Name, parameters and rates of each row, for screens whose tables have no room for them."""
-    lines = labelled()
-    for name, config, rates in rows:
-        if facts := [*([rates] if rates else []), *([parameters(config)] if config.params else [])]:
-            lines.add_row(name, Text("; ".join(facts), "dim"))
-    return lines
-
-
 def columns(table: Table, *names: str) -> None:
     """Adds columns. A name that ends with `>` is a column of figures, aligned right. Columns with `>` or `|` are never folded."""
     for name in names:
         justify, whole = "right" if name.endswith(">") else "left", name.endswith((">", "|"))
-        table.add_column(name.rstrip(">|"), justify=justify, no_wrap=whole, overflow="fold")  # type: ignore[arg-type]
+        overflow = "ellipsis" if whole else "fold"
+        table.add_column(name.rstrip(">|"), justify=justify, no_wrap=whole, overflow=overflow)  # type: ignore[arg-type]
 
 
 def listing(name: str, texts: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Fitting:
@@ -286,7 +280,7 @@ def listing(name: str, texts: Sequence[str], names: Sequence[str], rows: Sequenc
             if fact:
                 lines.add_row(f"  {label.rstrip('>|')}", fact)
         narrow += [Text(), first, lines]
-    return Fitting(table, Group(*narrow, Text(), *(Text(line, "dim") for line in texts if line)))
+    return Fitting((table, Group(*narrow, Text(), *(Text(line, "dim") for line in texts if line))))
 
 
 def status_text(status: str, error: str | None) -> Text:

@@ -12,6 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from autotax.core.errors import summary as summary_of
 from autotax.core.problem import Problem
 from autotax.db.records import same_kernel
 from autotax.hardware import Hardware
@@ -27,7 +28,7 @@ from autotax.report.formatting import (
     faster,
     grid,
     interval,
-    legend,
+    labelled,
     listing,
     microseconds,
     number,
@@ -62,7 +63,7 @@ WINNER_STYLE = "bold green"
 REFRESHED_STYLES = {"kept": "green", "bsp": "yellow"}
 
 
-WIDE, NARROW = "wide", "narrow"
+WIDE, NARROW, NARROWEST = ALL = "wide", "narrow", "narrowest"
 Column = tuple[str, Sequence[str | Text], Sequence[str]]
 """A name, its cells, and the screens that have room for it."""
 
@@ -73,26 +74,28 @@ def finalists(verdict: Verdict) -> Fitting:
     rows = [standing.measurement for standing in standings]
     last: list[Column] = [
         ("vs BSP [95 %]>", ["-" if noise else _ratio(verdict, standing) for standing in standings], (WIDE, NARROW)),
-        ("verified", ["yes" if row.verified else "no" for row in rows], (WIDE,)),
-        ("verdict|", [_mark(verdict, standing) for standing in standings], (WIDE, NARROW)),
+        ("vs BSP>", ["-" if noise else times(standing.speedup) for standing in standings], (NARROWEST,)),
+        ("verified|", ["yes" if row.verified else "no" for row in rows], (WIDE,)),
+        ("verdict|", [_mark(verdict, standing) for standing in standings], ALL),
     ]
     names, bounds = [str(rank) for rank in range(1, len(rows) + 1)], [_bound_us(verdict, row) for row in rows]
     caption = title(verdict.problem), outcome(verdict), noise, *_background(verdict)
     winner = next((at for at, standing in enumerate(standings) if standing == verdict.winner), None)
-    return _measured(verdict, caption, names, rows, bounds, [], last, winner)
+    return _measured(verdict, caption, names, rows, bounds, [""] * len(rows), last, winner)
 
 
 def _measured(
     shown: Verdict | Comparison, caption: Sequence[str], names: Sequence[str], rows: Sequence[Measurement],
-    bounds: Sequence[float | None], first: Sequence[Column], last: Sequence[Column], best: int | None,
+    bounds: Sequence[float | None], sources: Sequence[str], last: Sequence[Column], best: int | None,
 ) -> Fitting:  # fmt: skip
-    """A table of measurements. On narrow screens parameters and rates are below it."""
+    """A table of measurements. On narrow screens sources, parameters, rates and errors are below it."""
     rates = _rates(shown, rows, bounds)
     columns_: list[Column] = [
-        ("", names, (WIDE, NARROW)),
+        ("|", names, ALL),
         ("config", [config_text(row.config) for row in rows], (WIDE,)),
-        ("variant|", [Text(row.config.variant) for row in rows], (NARROW,)),
-        *first, *_latencies(rows), *((name, cells, (WIDE,)) for name, cells in rates.items()), *last,
+        ("variant|", [Text(row.config.variant) for row in rows], (NARROW, NARROWEST)),
+        *([("chosen as", [Text(source) for source in sources], (WIDE,))] if any(sources) else []),
+        *_latencies(rows), *((name, cells, (WIDE,)) for name, cells in rates.items()), *last,
     ]  # fmt: skip
 
     def table(screen: str) -> Table:
@@ -103,12 +106,13 @@ def _measured(
             made.add_row(*(cells[at] for _, cells in here), style=WINNER_STYLE if at == best else "")
         return made
 
-    spelled = [
-        ", ".join(f"{cells[at]} {name.rstrip('>')}" for name, cells in rates.items() if cells[at] != "-")
-        for at in range(len(rows))
-    ]  # fmt: skip
-    below = legend(zip(names, (row.config for row in rows), spelled, strict=True))
-    return Fitting(table(WIDE), Group(table(NARROW), below))
+    below = labelled()
+    for at, (name, row) in enumerate(zip(names, rows, strict=True)):
+        spelled = ", ".join(f"{cells[at]} {rate.rstrip('>')}" for rate, cells in rates.items() if cells[at] != "-")
+        facts = sources[at], spelled, summary_of(row.error or ""), parameters(row.config) if row.config.params else ""
+        if any(facts):
+            below.add_row(name, Text("; ".join(filter(None, facts)), "dim"))
+    return Fitting((table(WIDE), *(Group(table(screen), below) for screen in (NARROW, NARROWEST))))
 
 
 def _latencies(rows: Sequence[Measurement]) -> list[Column]:
@@ -117,19 +121,22 @@ def _latencies(rows: Sequence[Measurement]) -> list[Column]:
     """
     plain = [microseconds(row.latency_us) for row in rows]
     if not any(row.candidate.conditions.in_place for row in rows):
-        return [("median us>", plain, (WIDE, NARROW))]
-    wide, narrow, beside = list[str](), list[str](), list[str]()
+        return [("median us>", plain, ALL)]
+    wide, narrow, narrowest, beside = list[str](), list[str](), list[str](), list[str]()
     for us, row in zip(plain, rows, strict=True):
         if row.candidate.conditions.in_place:
             placed = us + (f" [{', '.join(map(microseconds, median_interval(row.rounds)))}]" if row.samples else "")
-            cells = placed, placed, microseconds(row.back_to_back_us)
+            cells = placed, placed, us, microseconds(row.back_to_back_us)
         else:
-            eager = f"{us} ({row.candidate.conditions.mode})"
-            cells = "-", eager, eager
-        for column, cell in zip((wide, narrow, beside), cells, strict=True):
+            eager = f"{us} ({row.candidate.conditions.mode})" if row.samples else "-"
+            cells = "-", eager, eager, eager
+        for column, cell in zip((wide, narrow, narrowest, beside), cells, strict=True):
             column.append(cell)
     name = "in place us [95 %]>"
-    return [(name, wide, (WIDE,)), (name, narrow, (NARROW,)), ("back to back us>", beside, (WIDE,))]
+    return [
+        (name, wide, (WIDE,)), (name, narrow, (NARROW,)), ("us>", narrowest, (NARROWEST,)),
+        ("back to back us>", beside, (WIDE,)),
+    ]  # fmt: skip
 
 
 def _rates(shown: Verdict | Comparison, rows: Sequence[Measurement], bounds: Sequence[float | None]) -> dict[str, list[str]]:
@@ -224,15 +231,15 @@ def comparison(compared: Comparison) -> Fitting | Text:
     part = operator.part.row if operator.part else None
     timed = [at for at, row in enumerate(rows) if row.speedup is not None and row.name != part]
     measured = [row.measurement for row in rows]
-    sources: list[Column] = [("chosen as", [Text(row.source or "") for row in rows], (WIDE,))]
     last: list[Column] = [
-        ("vs BSP>", ["-" if noise else times(row.speedup) for row in rows], (WIDE, NARROW)),
-        ("verified", ["yes" if row.verified else "no" for row in measured], (WIDE, NARROW)),
-        ("status", [status_text(row.status, row.error) for row in measured], (WIDE, NARROW)),
+        ("vs BSP>", ["-" if noise else times(row.speedup) for row in rows], ALL),
+        ("verified|", ["yes" if row.verified else "no" for row in measured], (WIDE,)),
+        ("status", [status_text(row.status, row.error) for row in measured], (WIDE,)),
+        ("status|", [status_text(row.status, None) for row in measured], (NARROW, NARROWEST)),
     ]
     return _measured(
         compared, (f"{title(compared.problem)}: compared", *notes), [row.name for row in rows], measured,
-        [bound.us if bound else None] * len(rows), sources if any(row.source for row in rows) else [], last,
+        [bound.us if bound else None] * len(rows), [row.source or "" for row in rows], last,
         min(timed, key=lambda at: measured[at].latency_us or 0.0, default=None),
     )  # fmt: skip
 
@@ -294,7 +301,7 @@ def trials(problem: Problem | None, records: Sequence[TrialRecord]) -> Group:
     if not records:
         return Group(Text(f"no trials of {title(problem)}" if problem else "no trials"))
     by_run = groupby(sorted(records, key=_stage), key=_stage)
-    tables = [_trials_of_run(list(run)) for _, run in by_run]
+    tables = [part for _, run in by_run for part in (_trials_of_run(list(run)), Text())]
     return Group(*tables, Text(f"{number(len(records), 'trial')}: {counts(Counter(record.status for record in records))}"))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from autotax.core.conditions import Conditions
-from autotax.core.errors import UsageError
+from autotax.core.errors import UsageError, summary
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.runner.measurement import Measurement
@@ -107,14 +107,20 @@ class Verdict:
     """Whether the time limit came before the verdict. The trials are stored, and the next run goes on from there."""
 
     def __repr__(self) -> str:
-        """`<Verdict my-op/m=512,...: push(comm=8) 1.31x over BSP [1.28, 1.33], 118.2 us; 60 trials>`"""
+        """`<Verdict my-op/m=512,...: push(comm=8) 1.31x over BSP [1.28, 1.33], 118.2 us; 60 trials>`, and the first error of the
+        first variant that failed in all trials.
+        """
         best = self.winner
         if best is None:
             outcome = "interrupted" if self.interrupted else "the time limit came first" if self.late else "nothing verified"
         else:
-            low, high = best.interval
-            outcome = f"{best.measurement.config} {best.speedup:.2f}x over BSP [{low:.2f}, {high:.2f}]"
+            (low, high), config = best.interval, best.measurement.config
+            outcome = f"{config} {best.speedup:.2f}x over BSP [{low:.2f}, {high:.2f}]"
+            if config.variant == "bsp":
+                outcome = "within noise of BSP, which is kept" if self.tie else "nothing beats BSP yet"
             outcome += f", {best.measurement.latency_us:.1f} us" if best.measurement.latency_us is not None else ""
+        for failed in self.failed[:1]:
+            outcome += f"; {failed.variant} failed in all {failed.trials} trials: {failed.status}: {summary(failed.error)}"
         return f"<Verdict {self.problem.key}: {outcome}; {sum(self.trials.values())} trials>"
 
     @property

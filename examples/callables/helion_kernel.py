@@ -1,6 +1,6 @@
 """A kernel of Helion: Helion generates and tunes the kernel of one GPU, autotax verifies it and measures it against torch.
 
-Run it where Helion is installed (pip install helion), on a GPU: python examples/callables/helion_kernel.py
+Run it where Helion is installed (pip install helion): python examples/callables/helion_kernel.py
 `tunables` are parameters of the Helion config, which Helion would otherwise search by itself without other ranks.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import helion
+import helion.language as hl
 import torch
 from torch import Tensor
 
@@ -16,24 +18,19 @@ import autotax
 from autotax.kernels.context import Context
 from autotax.operators.inputs import Call, Draw
 
-ROWS, COLUMNS = 4096, 4096
+ON_GPU = torch.cuda.is_available()  # Triton's interpreter runs few programs, and in bf16 it adds wrongly
+ROWS, COLUMNS = (4096, 4096) if ON_GPU else (64, 256)
 
 
-def kernel(**config: Any) -> Callable[[Tensor, Tensor], None]:
-    """x + y, as a Helion kernel with a fixed config."""
-    import helion
-    import helion.language as hl
-
-    def add(x: Tensor, y: Tensor, out: Tensor) -> None:
-        for tile in hl.tile(out.size()):
-            out[tile] = x[tile] + y[tile]
-
-    return helion.kernel(add, config=helion.Config(**config), static_shapes=True)
+def kernel(x: Tensor, y: Tensor, out: Tensor) -> None:
+    for tile in hl.tile(out.size()):
+        out[tile] = x[tile] + y[tile]
 
 
 def make(params: Mapping[str, Any], context: Context) -> Callable[..., Any]:
-    add = kernel(block_sizes=[params["rows"], params["columns"]], num_warps=params["num_warps"])
-    x = context.empty((ROWS, COLUMNS), torch.bfloat16)
+    config = helion.Config(block_sizes=[params["rows"], params["columns"]], num_warps=params["num_warps"])
+    add = helion.kernel(kernel, config=config, static_shapes=True)
+    x = context.empty((ROWS, COLUMNS), torch.bfloat16 if ON_GPU else torch.float32)
     if not context.dry:
         add(x, x, torch.empty_like(x))  # compiles here, because no rank may compile while its peers measure
 
@@ -60,8 +57,9 @@ def reference(calls: Sequence[Call], rank: int) -> Tensor:
 def main(**settings: Any) -> autotax.Verdict:
     """Tunes on one GPU. Settings are those of `autotax.tune`."""
     return autotax.tune_callable(
-        make, tunables={"rows": [1, 4, 16], "columns": [1024, 256], "num_warps": [4, 8]}, inputs=inputs, reference=reference,
-        baseline=baseline, world_size=1, **{"trials": 12} | settings,
+        make, tunables={"rows": [1, 4, 16], "columns": [COLUMNS // 4, 256], "num_warps": [4, 8]}, inputs=inputs,
+        reference=reference, baseline=baseline, world_size=1,
+        **{"dtype": "bf16" if ON_GPU else "fp32", "trials": 12} | settings,
     )  # fmt: skip
 
 

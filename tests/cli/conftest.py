@@ -190,7 +190,8 @@ class Tuner:
         if self.how == "wins":
             return verdict
         nothing = replace(verdict, winner=None, baseline=None, standings=())
-        return replace(nothing, interrupted=self.how == "interrupted", late=self.how == "late")
+        trials = {} if self.how == "late at once" else nothing.trials
+        return replace(nothing, interrupted=self.how == "interrupted", late=self.how.startswith("late"), trials=trials)
 
     def prove(
         self, problem: Problem, configs: Sequence[Config], *, hardware: Hardware, runner: Ranks, store: Store,

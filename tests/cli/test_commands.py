@@ -468,7 +468,9 @@ def test_a_run_that_came_too_late_prints_no_table(run: Run, tuner: Tuner) -> Non
     tuner.how = "late"
     result = run("tune", *GEMM, "--timeout", "20s")
     assert result.code == 1 and result.out.count("\n") == 1 and "no winner: the time limit came first; 3 trials" in result.out
-    assert "came before the verdict" in result.err and "nothing could be verified" not in result.err
+    assert "came before the verdict; the finished trials are stored in" in result.err and "nothing could be" not in result.err
+    tuner.how = "late at once"
+    assert run("tune", *GEMM, "--timeout", "20s").err.endswith("came before the verdict; no trial had ended\n")
 
 
 @pytest.mark.parametrize("alone", [[], ["fleet"], ["new"]])

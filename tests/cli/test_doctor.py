@@ -134,13 +134,17 @@ def test_databases(tmp_path: Path) -> None:
     assert not found("database", db="nonsense://x").ok
 
 
-def test_a_check_that_breaks_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "following"),
+    [(RuntimeError("the driver\nis gone"), "the driver must fit"), (ImportError("the driver is gone"), "`pip install autotax`")],
+)
+def test_a_check_that_breaks_is_an_answer(monkeypatch: pytest.MonkeyPatch, error: Exception, following: str) -> None:
     def breaks() -> Check:
-        raise RuntimeError("the driver\nis gone")
+        raise error
 
     monkeypatch.setattr(doctor, "_gloo", breaks)
     [broken] = [check for check in examine("cpu") if "the driver is gone" in check.found]
-    assert not broken.ok and not usable([broken])
+    assert not broken.ok and not usable([broken]) and following in broken.next
 
 
 def test_a_report_holds_nothing_private(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -52,9 +53,20 @@ def test_the_first_kernel_of_an_author(tmp_path: Path, section: str) -> None:
         assert follow(tmp_path, listed).returncode == 0
 
 
+def test_the_timed_journeys_are_those_of_the_page_and_end_at_their_limit(tmp_path: Path) -> None:
+    script = runpy.run_path(str(ROOT / "results/first-hour/journeys.py"))
+    timed = script["journeys"](ranks=2)
+    for section in ("A first operator", "A first variant"):
+        lines = [shlex.split(line) for line in timed[section.lower()]]
+        assert [words for words in commands("docs/own-kernels.md", section) if words[0] == "autotax"] == lines
+    cut = script["run"](timed["a first table"][0], tmp_path, 2.0)
+    assert cut.code is None and cut.seconds < 60
+
+
 @pytest.mark.parametrize("page", ["docs/vllm.md", *volume("docs/sglang.md")])
 def test_what_the_server_of_a_model_developer_will_ask_for(tmp_path: Path, page: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    assert commands(page, "Install") == [["pip", "install", "autotax"], ["autotax", "doctor"]], "with all that it needs"
     planned, tuned = commands(page, "Tune")
     ran = follow(tmp_path, planned)
     assert ran.returncode == 0 and "8 x NVIDIA H100" in ran.stdout and "expected: " in ran.stdout, ran.stderr

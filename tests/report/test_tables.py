@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 
+import pytest
 from rich.console import Console, RenderableType
 
 from autotax.core.conditions import ON_CPU, Conditions
@@ -68,6 +69,32 @@ def test_a_narrow_terminal_keeps_the_figures_whole() -> None:
     assert "118.2" in text and "1.31x [1.28, 1.33]" in text and max(map(len, text.splitlines())) <= 66
     assert line_of(text, "push").split()[-1] == "winner" and line_of(text, "bsp").split()[-1] == "BSP"
     assert "comm=16" in text and "comm=16" not in line_of(text, "push"), "parameters below the table"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160, 240])
+def test_no_screen_breaks_a_name_or_cuts_a_figure(width: int) -> None:
+    conditions = Conditions(mode="in-place")
+
+    def measured(variant: str, us: float) -> Measurement:
+        config = Config.of(variant, {"block_k": 64, "block_m": 128, "num_stages": 4, "order": "interleaved"})
+        return Measurement(Candidate(config, conditions), "ok", samples=(tuple(us + at % 3 for at in range(20)),) * 2)
+
+    bad = Measurement(Candidate(Config.of("nccl_ll128")), "crash", "no multicast on this machine")
+    rows = (
+        Row("autotax", "push_two_kernel", measured("push_two_kernel", 118.2), 1.31, "best of 9 trials"),
+        Row("bsp-graph", "bsp", measured("bsp", 154.9), 1.0),
+        Row("nccl-ll128", "nccl_ll128", bad, None),
+    )
+    compared = seen(tables.comparison(Comparison(PROBLEM, GPUS, conditions, rows)), width)
+    standings = tuple(Standing(row.measurement, row.speedup or 1.0, (1.28, 1.33)) for row in rows[:2])
+    verdict = replace(a_verdict(), standings=standings, winner=standings[0], baseline=standings[1].measurement)
+    found = seen(tables.finalists(verdict), width)
+    for text, words in (
+        (compared, "autotax push_two_kernel 119.2 1.31x best trials bsp-graph nccl-ll128 nccl_ll128 multicast machine order="),
+        (found, "push_two_kernel 119.2 1.31x winner BSP order="),
+    ):
+        assert all(word in text for word in words.split()) and "…" not in text, text
+        assert max(len(line.rstrip()) for line in text.splitlines()) <= width
 
 
 def test_a_tie_and_nothing_at_all() -> None:
@@ -192,4 +219,5 @@ def test_figures_of_search_and_finals_have_tables_of_their_own() -> None:
     run = RunRecord(1, PROBLEM, GPUS, SOFTWARE, {}, "done", datetime.now(UTC))
     text = seen(tables.trials(PROBLEM, [replace(record, run=run) for record in records]))
     finals, search = text.index(": finals, measured in turn"), text.index(": search, one after the other")
+    assert [line.strip() for line in text[:search].splitlines()[-2:-1]] == [""], "a blank line between tables"
     assert finals < text.index("comm=1") < search < text.index("comm=0") < text.index("comm=2")
