@@ -110,7 +110,7 @@ def _current(winners: Sequence[IndexedWinner], here: Place) -> list[IndexedWinne
         """A sort key that does not depend on the order of insertion or of a merge."""
         return winner.place.conditions.mode != here.conditions.mode, -winner.interval_low, winner.config_json
 
-    return sorted((winner for winner in winners if not winner.differences(here)), key=by_proof)
+    return sorted((winner for winner in winners if winner.holds(here)), key=by_proof)
 
 
 def _exact(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:

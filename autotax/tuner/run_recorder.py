@@ -228,7 +228,7 @@ class Ledger:
         problem, hardware, software = self.key
         here = Place(hardware, software, self.conditions)
         winners = self.patience(self.store.winners, with_samples=False)
-        return [winner for winner in winners if winner.problem == problem and holds(winner, here)]
+        return [winner for winner in winners if winner.problem == problem and holds(winner, winner.place, here)]
 
     def _kept(self) -> list[TrialRecord]:
         problem, hardware, environment = self.key
