@@ -194,7 +194,7 @@ class Store:
             .order_by(WinnerRow.created_at, WinnerRow.trial_id)
         )
         with self._reading() as session:
-            return [entry_of(*found) for found in session.execute(query)]
+            return [entry_of(*row) for row in session.execute(query)]
 
     def merge(self, entries: Sequence[Entry], source: str) -> list[MergeOutcome]:
         """Imports winners that were tuned elsewhere, all or none. Of two winners with the same key the better proven one stays.
