@@ -82,7 +82,7 @@ class Hardware(Described):
     l2_bytes: int
     links: str
 
-    @property
+    @cached_property
     def on_gpu(self) -> bool:
         return self.backend != "cpu"
 

@@ -85,7 +85,7 @@ EMULATED = HERE / "amd" / "test_emulated.py"
 def pytest_configure(config: pytest.Config) -> None:
     """Ranks on the CPU are forks of one server for the whole run, and compilers of another: imports were a third of its time.
 
-    Collection makes much and drops little: scanning for garbage meanwhile takes long and frees nothing.
+    Collection makes much and drops little: a scan for garbage takes long and frees nothing.
     """
     gc.disable()
     if processes.SHARED not in os.environ:  # processes that share the tests out inherit it, and so do runs within a test

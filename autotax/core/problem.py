@@ -94,7 +94,10 @@ def _check(of: Field[Any], value: object) -> None:
 
 @dataclass(frozen=True)
 class Problem(ABC):
-    """The base of all operators. A subclass names its operator in `op`, declares its fields and may add checks to `check`."""
+    """The base of all operators. A subclass names its operator in `op`, declares its fields and may add checks to `check`.
+
+    Sizes that follow from the fields are cached properties, because kernels read them in each call.
+    """
 
     op: ClassVar[str]
     measure: ClassVar[Callable[[Any], int]] = staticmethod(lambda _: 1)

@@ -48,12 +48,13 @@ class VariantSpace:
     seeds: tuple[Config, ...] = ()
 
     def why_not(self, config: Config) -> str | None:
-        if set(config.values) != set(self.parameters):
+        values = config.values
+        if values.keys() != self.parameters.keys():
             return f"{self.variant} takes {', '.join(self.parameters) or 'no parameters'}"
         for name, choices in self.parameters.items():
-            if config[name] not in choices:
-                return f"{name} is {config[name]}; allowed are {', '.join(map(str, choices))}"
-        return next((self._explain(c, config) for c in self.constraints if not self._holds(c, config.values)), None)
+            if values[name] not in choices:
+                return f"{name} is {values[name]}; allowed are {', '.join(map(str, choices))}"
+        return next((self._explain(c, values) for c in self.constraints if not self._holds(c, values)), None)
 
     def configs(self) -> Iterator[Config]:
         """Every config that is admitted, by backtracking: a constraint is tried as soon as its parameters have values."""
@@ -72,6 +73,11 @@ class VariantSpace:
                     yield from extend(depth + 1, values)
 
         yield from extend(0, {})
+
+    def default(self) -> Config:
+        """The static default: the first admitted seed, or else the first config that is admitted at all."""
+        seed = next((seed for seed in self.seeds if self.why_not(seed) is None), None)
+        return seed or next(self.configs())
 
     def point(self, random: Random) -> Config:
         """Random values for all parameters. The config may break a constraint: see `why_not`."""
@@ -92,8 +98,8 @@ class VariantSpace:
         return constraint.holds(*(values[name] for name in constraint.names))
 
     @staticmethod
-    def _explain(constraint: Constraint, config: Config) -> str:
-        return f"{constraint.reason} ({', '.join(f'{name} {config[name]}' for name in constraint.names)})"
+    def _explain(constraint: Constraint, values: dict[str, Value]) -> str:
+        return f"{constraint.reason} ({', '.join(f'{name} {values[name]}' for name in constraint.names)})"
 
 
 @dataclass(frozen=True)
@@ -136,10 +142,8 @@ class Space:
         return list(dict.fromkeys(firsts + others))
 
     def default(self, variant: str) -> Config:
-        """The static default of a variant: its first admitted seed, or else the first config that is admitted at all."""
-        space = self.variants[variant]
-        seed = next((seed for seed in space.seeds if space.why_not(seed) is None), None)
-        return seed or next(space.configs())
+        """The static default of a variant."""
+        return self.variants[variant].default()
 
     def neighbours(self, config: Config) -> list[Config]:
         """The admitted configs that differ in one parameter: numbers by the next choice up or down, words by any other choice."""

@@ -378,7 +378,7 @@ def _make_ready(engine: Engine, path: Path | None) -> None:
 
 
 def _replace_former_digests(connection: Connection) -> None:
-    """Replaces former digests, which are in the keys of winners, by current ones of the same code, once for each database."""
+    """Translates former digests of kernels into current ones, once for each database. Keys of winners contain digests."""
     if connection.scalar(select(Meta.value).where(Meta.name == _DIGESTS["name"])):
         return
     for table in (TrialRow, WinnerRow):

@@ -1,4 +1,4 @@
-"""Records as rows of the database and as shared files. What is read is checked for fields, types and sizes."""
+"""Records as rows of the database and as shared files. Fields, types and sizes are checked on reading."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
 import sqlalchemy
@@ -43,6 +43,7 @@ from autotax.core.settings import RUN_STATUSES, TRIAL_STATUSES
 from autotax.db.index import IndexedWinner
 from autotax.db.records import Entry, MissRecord, Place, RunRecord, TrialRecord, WinnerRecord
 from autotax.db.schema import (
+    CURRENT,
     Base,
     Digest,
     EnvironmentRow,
@@ -52,11 +53,12 @@ from autotax.db.schema import (
     RunRow,
     TrialRow,
     WinnerRow,
-    current_digest,
 )
 from autotax.hardware import BACKENDS, Hardware
 from autotax.operators import problem_files
 from autotax.software import Environment
+
+T = TypeVar("T")
 
 
 def _shape(record: type[Hardware | Environment], row: type[Base], **special: Any) -> type[msgspec.Struct]:
@@ -69,7 +71,7 @@ def _shape(record: type[Hardware | Environment], row: type[Base], **special: Any
         return Integer if isinstance(column, BigInteger) else Small
 
     field_types = [(field.name, special.get(field.name) or kind(field.name)) for field in fields(record)]
-    return msgspec.defstruct(record.__name__, field_types, forbid_unknown_fields=True)
+    return msgspec.defstruct(record.__name__, field_types, forbid_unknown_fields=True, frozen=True)
 
 
 HardwareShape = _shape(Hardware, HardwareRow, backend=Literal[BACKENDS])
@@ -79,7 +81,7 @@ YEARS = 2000, 2999
 Moment = Annotated[datetime, msgspec.Meta(tz=True)]
 
 
-class ConditionsShape(msgspec.Struct, forbid_unknown_fields=True):
+class ConditionsShape(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     mode: str
     l2: str
     skew_us: float
@@ -139,12 +141,12 @@ def entry_from_json(text: msgspec.Raw) -> Entry:
         raise Malformed(f"tuned_at is {shape.tuned_at.isoformat()}; it must be in the years {YEARS[0]} to {YEARS[1]}")
     winner = WinnerRecord(
         problem=problem_files.problem_of(shape.problem),
-        hardware=hardware_of(shape.hardware),
-        environment=environment_of(shape.environment),
+        hardware=Hardware(**msgspec.structs.asdict(shape.hardware)),
+        environment=Environment(**msgspec.structs.asdict(shape.environment)),
         conditions=conditions,
         trial_id=0,
         config=shape.config.config,
-        kernel_digest=current_digest(shape.kernel_digest),
+        kernel_digest=CURRENT.get(shape.kernel_digest, shape.kernel_digest),
         baseline=shape.baseline.config,
         latency_us=shape.latency_us,
         baseline_us=shape.baseline_us,
@@ -189,12 +191,7 @@ def write(path: Path, entries: Iterable[Entry], *, anonymous: bool = False) -> N
 
 def read(path: Path) -> list[Entry]:
     """The entries of a file, perhaps compressed by gzip or xz. Raises UsageError, of one line, if any part is invalid."""
-    try:
-        document = from_json(read_bytes(path), dict[str, msgspec.Raw])
-    except OSError as error:
-        _refuse(path, f"cannot be read ({error.strerror})")
-    except Malformed as error:
-        _refuse(path, f"is no export of autotax ({error})")
+    document = _document(path, dict[str, msgspec.Raw])
     if _field(document, "format") != FORMAT:
         _refuse(path, "is not an export of autotax")
     if (version := _field(document, "version")) != VERSION or type(version) is not int:
@@ -205,6 +202,15 @@ def read(path: Path) -> list[Entry]:
     except Malformed:
         _refuse(path, "has no list of winners")
     return [_entry(path, number, text) for number, text in enumerate(winners, 1)]
+
+
+def _document(path: Path, shape: type[T]) -> T:
+    try:
+        return from_json(read_bytes(path), shape)
+    except OSError as error:
+        _refuse(path, f"cannot be read ({error.strerror})")
+    except Malformed as error:
+        _refuse(path, f"is no export of autotax ({error})")
 
 
 def _field(document: dict[str, msgspec.Raw], name: str) -> Any:
@@ -486,3 +492,50 @@ def known_winners(session: Session) -> list[IndexedWinner]:
     )
     checked = session.connection().execute(query)
     return [known(tuple(row)) for row in checked]
+
+
+class _ShippedWinner(msgspec.Struct):
+    """The fields of `Entry.to_dict` that a look-up reads."""
+
+    problem: dict[str, Any]
+    hardware: HardwareShape  # type: ignore[valid-type]
+    environment: EnvironmentShape  # type: ignore[valid-type]
+    kernel_digest: str
+    conditions: ConditionsShape
+    config: ConfigShape
+    speedup: Positive
+    interval: tuple[Positive, Positive]
+    tie: bool
+    verified: Literal[True]
+
+
+class _ShippedFile(msgspec.Struct):
+    format: Literal[FORMAT]  # type: ignore[valid-type]
+    version: Literal[VERSION]  # type: ignore[valid-type]
+    winners: list[_ShippedWinner]
+
+
+@lru_cache(maxsize=256)
+def _place(hardware: Any, environment: Any, conditions: Any) -> Place:
+    devices, software, deployed = map(msgspec.structs.asdict, (hardware, environment, conditions))
+    return Place(Hardware(**devices), Environment(**software), Conditions(**deployed))
+
+
+def shipped_winners(path: Path) -> list[IndexedWinner]:
+    """The winners of a file of this package. Problems are not made from them: their fields are in the order of the keys.
+
+    Raises UsageError, of one line, if any part is invalid.
+    """
+    return [
+        IndexedWinner(
+            f"{winner.problem.pop('op', '')}/{','.join(f'{name}={value}' for name, value in winner.problem.items())}",
+            _place(winner.hardware, winner.environment, winner.conditions),
+            CURRENT.get(winner.kernel_digest, winner.kernel_digest),
+            json.dumps(msgspec.structs.asdict(winner.config)),
+            winner.speedup,
+            *winner.interval,
+            winner.tie,
+            trial_id=0,
+        )
+        for winner in _document(path, _ShippedFile).winners
+    ]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem, power_of_two
-from autotax.db.records import Place, differences
+from autotax.db.records import Place, differences, holds
 from autotax.operators import registry
 
 
@@ -102,6 +102,10 @@ class IndexedWinner(NamedTuple):
     @property
     def op(self) -> str:
         return self.problem_key.partition("/")[0]
+
+    def holds(self, here: Place) -> bool:
+        """Whether a look-up in this place may answer with the winner."""
+        return not self.defect and holds(self, self.place, here)
 
     def differences(self, here: Place) -> list[str]:
         """The reasons why this winner does not hold here; empty if it does. See `autotax.db.records.differences`."""

@@ -73,10 +73,10 @@ def invariant_answer(problem: Problem, here: Place, sources: Sequence[Source]) -
     Of such winners of any size, the config that won most often; without one, the first such seed. Raises UsageError where the
     operator has none.
     """
-    operator, space = registry.of(problem), space_for(problem, here.hardware)
+    operator = registry.of(problem)
 
     def serves(config: Config) -> bool:
-        return operator.is_invariant(problem, config) and config in space
+        return operator.is_invariant(problem, config) and operator.why_not(problem, here.hardware, config) is None
 
     for source in sources:
         winners = [winner for winner in _current(source.index.of_family(problem.key), here) if serves(winner.config)]
@@ -85,7 +85,7 @@ def invariant_answer(problem: Problem, here: Place, sources: Sequence[Source]) -
             best = max(winners, key=lambda winner: (wins[winner.config], winner.interval_low, winner.config_json))
             reason = f"{source.origin}it won {wins[best.config]} sizes, and its rows do not depend on their number"
             return _tuned(best, best.config, "invariant", reason)
-    for seed in space.seeds():
+    for seed in space_for(problem, here.hardware).seeds():
         if serves(seed):
             return Answer(seed.variant, seed.params, "invariant", None, "no winner keeps its bits for all sizes: a seed")
     raise UsageError(
@@ -110,7 +110,7 @@ def _current(winners: Sequence[IndexedWinner], here: Place) -> list[IndexedWinne
         """A sort key that does not depend on the order of insertion or of a merge."""
         return winner.place.conditions.mode != here.conditions.mode, -winner.interval_low, winner.config_json
 
-    return sorted((winner for winner in winners if not winner.differences(here)), key=by_proof)
+    return sorted((winner for winner in winners if winner.holds(here)), key=by_proof)
 
 
 def _exact(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
@@ -126,7 +126,7 @@ def _fitting(
 ) -> Iterator[IndexedWinner]:
     """The winners whose configs can run a problem here. `refused` takes why others do not fit."""
     for winner in winners:
-        if why_not := space_for(problem, here.hardware).why_not(winner.config):
+        if why_not := registry.of(problem).why_not(problem, here.hardware, winner.config):
             refused.append(f"{subject} not fit: {why_not}")
         else:
             yield winner
@@ -188,7 +188,7 @@ def _fallback(problem: Problem, here: Place, sources: Sequence[Source], refused:
                 said.append(f"{source.whose} winner of this problem is stale: {', '.join(differences)}")
     said += refused[:1]
     reason = "; ".join(said) or f"no winner of this problem, nor of one in its bucket ({spelled(problem)})"
-    config = space_for(problem, here.hardware).default(registry.of(problem).baseline)
+    config = registry.of(problem).fallback(problem, here.hardware)
     winners = [winner for source in sources for winner in source.index.of_problem(problem.key)]
     passed_over = any(same_devices(winner.place.hardware, here.hardware) for winner in winners)
     return Answer(config.variant, config.params, "fallback", None, f"{reason}; run `autotax tune`", passed_over)

@@ -64,11 +64,6 @@ CURRENT = {
 """Current digests of `autotax.digests`, by the former digest of the same code."""
 
 
-def current_digest(digest: str) -> str:
-    """The current digest for a former one; other digests are returned unchanged."""
-    return CURRENT.get(digest, digest)
-
-
 # The tables. Their names begin with `autotax_`, because Optuna keeps its tables in the same database.
 
 SCHEMA_VERSION = 4
@@ -136,7 +131,7 @@ class KernelDigest(Strict):
     cache_ok = True
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002
-        return value and current_digest(value)
+        return value and CURRENT.get(value, value)
 
 
 def _now() -> datetime:

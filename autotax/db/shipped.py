@@ -9,49 +9,48 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.db.formats import read
+from autotax.db.formats import read, shipped_winners
 from autotax.db.index import Index, IndexedWinner
-from autotax.db.records import Entry, Place, WinnerRecord, merge
+from autotax.db.records import Place, WinnerRecord, merge
 from autotax.db.store import Store
 from autotax.db.url import resolve_url, shown
 
 FOLDER = Path(__file__).parents[1] / "shipped"
 
+T = TypeVar("T")
+
 
 def known_winners() -> list[IndexedWinner]:
-    """The best proven winner of each key."""
-    return [_known(winner) for winner in winners()]
+    """The best proven winner of each problem, place and digest of kernel sources."""
+    return _strongest(_files(shipped_winners)[0])
 
 
 def winners() -> list[WinnerRecord]:
     """The shipped winners with all their fields."""
-    return [entry.winner for entry in merge(_files()[0]).values()]
+    return [entry.winner for entry in merge(_files(read)[0]).values()]
 
 
-def unreadable() -> str:
-    """The first error in the files, in one line; empty if there is none."""
-    return _files()[1]
-
-
-def _files() -> tuple[list[Entry], str]:
-    """Reads every valid file, even if others are malformed."""
-    entries: list[Entry] = []
+def _files(read: Callable[[Path], list[T]]) -> tuple[list[T], str]:
+    """The content of every valid file, and the first error in one line; it is empty if all files are valid."""
+    content: list[T] = []
     wrong = ""
     for path in sorted(FOLDER.glob("*.json")):
         try:
-            entries += read(path)
+            content += read(path)
         except UsageError as error:
             wrong = wrong or f"shipped winners are not complete: {error}"
-    return entries, wrong
+    return content, wrong
 
 
-def _known(winner: WinnerRecord) -> IndexedWinner:
-    figures = winner.speedup, winner.interval_low, winner.interval_high, winner.tie, winner.trial_id
-    return IndexedWinner(winner.problem.key, winner.place, winner.kernel_digest, json.dumps(winner.config.to_dict()), *figures)
+def _strongest(winners: Iterable[IndexedWinner]) -> list[IndexedWinner]:
+    """Leaves out winners that another file has with a higher lower bound of the speed-up."""
+    weakest_first = sorted(winners, key=lambda winner: (winner.interval_low, winner.config_json))
+    return list({(winner.problem_key, winner.place, winner.kernel_digest): winner for winner in weakest_first}.values())
 
 
 @dataclass(frozen=True)
@@ -80,16 +79,16 @@ def forget_sources() -> None:
 @lru_cache(maxsize=64)
 def _database(url: str) -> Source:
     with Store.open(url, create=False) as store:
-        winners = Index(store.known_winners())
         if not store.exists:
-            return Source(winners, empty=f"there is no database {shown(url)}")
+            return Source(Index(()), empty=f"there is no database {shown(url)}")
+        winners = Index(store.known_winners())
     return Source(winners, empty="" if len(winners) else f"database {shown(url)} holds no winners")
 
 
 @cache
 def _shipped() -> Source:
-    winners = Index(known_winners())
-    return Source(winners, origin="shipped with autotax; ", whose="the shipped", empty=unreadable())
+    winners, wrong = _files(shipped_winners)
+    return Source(Index(_strongest(winners)), origin="shipped with autotax; ", whose="the shipped", empty=wrong)
 
 
 # Warm start: configs of former winners, which are tried before the seeds of the space.
@@ -97,7 +96,7 @@ def _shipped() -> Source:
 MOST = 8
 """Most configs of a warm start."""
 FAR = 2.0
-"""Winners of problems at a greater distance, the doublings of all sizes and of the ranks, are not used."""
+"""Winners at a greater distance are not used. A distance counts the doublings of all sizes and of the ranks."""
 
 
 def precedents(problem: Problem, here: Place, winners: Iterable[IndexedWinner], fits: Callable[[Config], bool]) -> list[Config]:

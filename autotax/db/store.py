@@ -38,13 +38,19 @@ class Store:
     call is stored, and the store works again as soon as the database does.
     """
 
-    def __init__(self, url: str, engine: Engine, *, exists: bool, writable: bool) -> None:
+    def __init__(self, url: str, engine: Engine | None, *, writable: bool) -> None:
         self.url = url
         """The URL for Optuna's RDBStorage, which keeps its studies in the same database."""
-        self.exists = exists
+        self.exists = engine is not None
         """False if there is no such database; then this store is empty."""
-        self.engine = engine
+        self._engine = engine
         self._writable = writable
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            self._engine = empty_engine()
+        return self._engine
 
     @classmethod
     def open(cls, url: str | os.PathLike[str] | None = None, *, create: bool = True) -> Self:
@@ -55,12 +61,11 @@ class Store:
         """
         url = resolve_url(url)
         engine = open_engine(url, create=create)
-        if engine is None:
-            return cls(url, empty_engine(), exists=False, writable=False)
-        return cls(url, engine, exists=True, writable=create)
+        return cls(url, engine, writable=create and engine is not None)
 
     def close(self) -> None:
-        self.engine.dispose()
+        if self._engine is not None:
+            self._engine.dispose()
 
     def __enter__(self) -> Self:
         return self
@@ -189,7 +194,7 @@ class Store:
             .order_by(WinnerRow.created_at, WinnerRow.trial_id)
         )
         with self._reading() as session:
-            return [entry_of(*found) for found in session.execute(query)]
+            return [entry_of(*row) for row in session.execute(query)]
 
     def merge(self, entries: Sequence[Entry], source: str) -> list[MergeOutcome]:
         """Imports winners that were tuned elsewhere, all or none. Of two winners with the same key the better proven one stays.

@@ -184,7 +184,7 @@ def all_reduce_residual_norm(
     original: Any, input: Any, residual: Any, norm_weight: Any, norm_eps: float, *, world_size: int, gemma: bool = False,
     residual_out: Any = None, **how: Any,
 ) -> Any:  # fmt: skip
-    """SGLang's own one-shot kernel. Ours where nobody has chosen how SGLang's is to run."""
+    """Replaces SGLang's one-shot kernel, unless the caller gives options of that kernel."""
     if not any(value is not None for value in how.values()):
         outputs = _normed(input, residual, norm_weight, norm_eps, world_size, offset=int(gemma), residual_out=residual_out)
         if outputs is not None:
@@ -208,7 +208,7 @@ def _normed(x: Any, residual: Any, weight: Any, eps: float, ranks: int | None = 
 
 
 def column_parallel(original: Any, linear: Any, input_parallel: Any, bias: Any) -> Any:
-    """The gathered rows times a column-parallel layer's weight, without the rows."""
+    """The product of the gathered rows with a column-parallel layer's weight. The gathered rows are not returned."""
     import torch
     from sglang.srt.layers import layernorm_sp  # type: ignore[import-not-found]
     from sglang.srt.runtime_context import get_parallel

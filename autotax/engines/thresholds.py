@@ -39,7 +39,7 @@ log = logging.getLogger("autotax")
 
 
 class Where(TypedDict, total=False):
-    """Where winners are looked up. With `world` stale winners are first proven again, and the call is collective."""
+    """Machine, database and conditions of look-ups. With `world`, stale winners are proven first, and the call is collective."""
 
     hardware: Hardware | None
     db: str | Path | None

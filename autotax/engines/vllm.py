@@ -306,7 +306,9 @@ _QUANTIZE = {
     (False, (1, -1), (-1, 1)): "row",
     (False, (1, 128), (128, 128)): "block",
 }
-"""By whether scales of inputs are static, and the groups of inputs and weights that share one; -1 is a whole dimension."""
+"""`quantize` by three properties of a vLLM scheme: whether the inputs' scale is static, and the shapes of the groups of inputs
+and of weights that share a scale. -1 is a whole dimension.
+"""
 
 
 def _stored(layer: Any, kernel: Any) -> Stored | str:

@@ -243,7 +243,7 @@ class Driver:
                     winner
                     for winner in stored
                     if (winner.problem, winner.hardware.digest) == (job.problem, kind)
-                    and holds(winner, job_place(job, winner.hardware, software))
+                    and holds(winner, winner.place, job_place(job, winner.hardware, software))
                 ]
                 winners += [Won(winner, hosts.get(winner.trial_id)) for winner in mine[-1:]]
         return winners
@@ -302,7 +302,7 @@ def deal(
     def state(job: FleetJob) -> str:
         place = job_place(job, hardware, software)
         stored = [winner for winner in winners.of_problem(job.problem.key) if same_devices(winner.place.hardware, hardware)]
-        if job.settings.resume and any(not winner.differences(place) for winner in stored):
+        if job.settings.resume and any(winner.holds(place) for winner in stored):
             return "tuned"
         return "stale" if stored else "new"
 

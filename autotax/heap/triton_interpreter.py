@@ -115,7 +115,7 @@ def _parts(kind: Any, *arguments: Any) -> set[str]:
 
 
 def _once(patch: Any, unchanged: Any) -> Any:
-    """Calls `patch(function)`, which returns how to undo it, unless the modules that the function uses are patched already."""
+    """Makes `patch` skip functions whose modules are patched already. `patch(function)` and `unchanged()` return an undo."""
 
     @functools.cache
     def used(function: Any) -> tuple[ModuleType, ...]:

@@ -31,7 +31,7 @@ class Resources:
 
 
 def resources_of(kernel: str, binary: Any) -> Resources:
-    """Those of a compiled kernel: `cuobjdump` reads them on NVIDIA; on AMD the metadata of the assembly has them."""
+    """The resources of a compiled kernel: read by `cuobjdump` on NVIDIA, and from the metadata of the assembly on AMD."""
     if "cubin" in binary.asm:
         registers, local = _of_cubin(binary.asm["cubin"])
     else:
@@ -50,9 +50,9 @@ def _digest_of(elf: bytes | None) -> str:
     size, count, names = struct.unpack_from("<HHH", elf, 58)
     sections = [struct.unpack_from("<IIQQQQ", elf, start + index * size) for index in range(count)]
     texts = sections[names][4]
-    named = sorted((elf[texts + name : elf.index(b"\0", texts + name)], offset, length) for name, _, _, _, offset, length in sections)
+    sorted_sections = sorted((elf[texts + name : elf.index(b"\0", texts + name)], offset, length) for name, _, _, _, offset, length in sections)
     digest = hashlib.sha256()
-    for name, offset, length in named:
+    for name, offset, length in sorted_sections:
         if name.startswith(_CODE):
             digest.update(name + b"\0" + elf[offset : offset + length])
     return digest.hexdigest()[:16]

@@ -22,7 +22,7 @@ def grouped(tile, rows, cols, group):
 
 
 def remote_row(row, rows, world, interleaved):
-    """Which row block of the other ranks' shards is computed as the row-th. Step i is the shard of rank - i.
+    """Returns the row block of the other ranks' shards that this rank computes in turn `row`. Step i is the shard of rank - i.
 
     The order is one source after the other ("ring"), or one row block of every source in turn ("interleaved"). Returns step *
     rows + row block with step in 1..world-1; a bijection from range((world-1)*rows).
@@ -32,7 +32,7 @@ def remote_row(row, rows, world, interleaved):
 
 
 def push_unit(unit, chunks, pieces, world, interleaved):
-    """Which (hop, chunk, piece) is pushed as the unit-th. Hop i, to rank + i or from rank - i, is needed at step i.
+    """Returns the (hop, chunk, piece) that is pushed in turn `unit`. Hop i, to rank + i or from rank - i, is needed at step i.
 
     Returns (hop * chunks + chunk) * pieces + piece with hop in 1..world-1; a bijection from range((world-1)*chunks*pieces).
     """

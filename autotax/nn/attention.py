@@ -48,6 +48,7 @@ from autotax.nn.tensor_checks import (
     resolved,
     small,
 )
+from autotax.operators import registry
 from autotax.operators.flash_decode import FlashDecode as Shape
 from autotax.operators.inputs import EIGHT_BITS
 
@@ -151,10 +152,8 @@ class FlashDecode(SizedModule):
         return q_heads // self.world_size if output == "head_scatter" else q_heads
 
     def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
-        from autotax.spaces import space_for
-
         missing = [problem for problem, config in pairs if hardware.on_gpu and not (config and config.variant == "bsp")]
-        return [(problem, space_for(problem, hardware).default("bsp")) for problem in missing]
+        return [(problem, registry.of(problem).fallback(problem, hardware)) for problem in missing]
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         from autotax.nn.prepare import SPECIALIZED, one_of_each_kind, special

@@ -29,6 +29,7 @@ from autotax.heap.world import World, all_or_none, together
 from autotax.nn import groups
 from autotax.nn.consensus import DTYPES, configs_for, deployed_as, require_alike
 from autotax.nn.groups import GroupCalls, Watchdog, capturing, on_device, wait_s
+from autotax.operators import registry
 
 if TYPE_CHECKING:
     from autotax.kernels.kernel import Kernel
@@ -73,7 +74,7 @@ class Unknown(Enum):
 
 Group = dist.ProcessGroup | None | Unknown
 NOT_IN: Any = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None
-"""What torch returns instead of a new group where this rank is none of its ranks."""
+"""The value that torch returns for a new group to which this rank does not belong."""
 
 
 def module_of(handle: int) -> Any:
@@ -557,10 +558,8 @@ def require_current(device: torch.device) -> None:
 
 def baseline_of_greatest(pairs: list[tuple[P, Config | None]], hardware: Hardware) -> list[tuple[P, Config]]:
     """On GPUs the bulk-synchronous config of the greatest problem."""
-    from autotax.spaces import space_for
-
     problem, _ = pairs[-1]
-    return [(problem, space_for(problem, hardware).default("bsp"))] if hardware.on_gpu else []
+    return [(problem, registry.of(problem).fallback(problem, hardware))] if hardware.on_gpu else []
 
 
 def nothing(*_: Any) -> None:

@@ -133,7 +133,7 @@ def _answer(
     problem: Problem, hardware: Hardware, conditions: Conditions, db: str | Path | None, config: Config | None, counted: bool
 ) -> tuple[Config | None, str]:
     """The config of one problem on this rank, None for the fallback; and the reason, if its winners are not valid here."""
-    from autotax.spaces import space_for
+    from autotax.operators import registry
 
     if config is None:
         from autotax.db.lookup import lookup, peek
@@ -144,7 +144,7 @@ def _answer(
         return Config(answer.variant, answer.params), ""
     if not isinstance(config, Config):
         raise UsageError(f"config is {config!r}; it must be an autotax.core.config.Config: give one, or none for a look-up")
-    if why_not := space_for(problem, hardware).why_not(config):
+    if why_not := registry.of(problem).why_not(problem, hardware, config):
         raise UsageError(f"config is {config}; it cannot be used for {problem.key}: {why_not}")
     return config, ""
 

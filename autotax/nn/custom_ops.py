@@ -91,7 +91,7 @@ def _writing(call: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _without_sums(made: Sequence[Tensor]) -> list[Tensor]:
-    """What a norm of sums writes: all but the sums, which were given."""
+    """The tensors that a norm of sums writes: all of a norm's results but the sums, which are its input."""
     return [*made[:1], *made[2:]]
 
 
@@ -289,7 +289,7 @@ _QKV = "Tensor q, Tensor k, Tensor v"
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """What operators that write return."""
+    """The shape function of operators that write into an argument and return nothing."""
 
 
 # Implementations of the fastest calls name their arguments: a tuple to unpack, or a function between, costs 0.2 us.

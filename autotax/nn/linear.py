@@ -399,7 +399,7 @@ class RowParallelLinear(ParallelLinear):
     def _call_and_add(
         self, call: Call, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None
     ) -> None:
-        """The kernel that stores the sum adds both."""
+        """The kernel adds bias and residual where it stores the sum."""
         call(x, weight, out, aligned(bias), residual)
 
     def _choose(self, rows: int) -> Call:
@@ -558,10 +558,11 @@ def adding_behind(call: Call) -> Call:
 
 @torch.no_grad()
 def least_microseconds(world: World, device: torch.device, call: Callable[[], object]) -> float:
-    """The time of a call on this rank: the least of REPEATED samples of as many calls, replays of a graph. On CPUs of one.
+    """Microseconds of a call on this rank. Collective.
 
-    On GPUs each call comes after a sum that takes what the L2 holds: in a model, other products pass between two calls. The time
-    of that sum is in the result. Collective.
+    On GPUs the minimum over REPEATED replays of a graph with REPEATED calls; on CPUs a single sample of a single call. On GPUs
+    each call follows a sum that replaces what the L2 holds, because in a model other products pass between two calls. The result
+    includes the time of that sum.
     """
     least, on_gpu = math.inf, device.type == "cuda"
     repeated = REPEATED if on_gpu else 1

@@ -334,10 +334,10 @@ class ScaledLinear(Module):
         """`forward` with all tensors as arguments, for torch.ops."""
         self._ensure_ready()
         with on_device(self._index):
-            given = x, scales, weight, weight_scales, input_scale, out, bias, residual
+            tensors = x, scales, weight, weight_scales, input_scale, out, bias, residual
             if self._guards[2]:
-                self._compare(lambda: f"x {x.dtype} {list(self._checked(*given)[0].shape)}")
-            x, of_x, weight, weight_scales, shape, bias, residual = self._checked(*given)
+                self._compare(lambda: f"x {x.dtype} {list(self._checked(*tensors)[0].shape)}")
+            x, of_x, weight, weight_scales, shape, bias, residual = self._checked(*tensors)
             if out is None:
                 out = torch.empty(shape, dtype=self.out_dtype, device=self._device)
             else:
@@ -392,8 +392,8 @@ class ScaledLinear(Module):
                 require_tensor("input_scale", input_scale, (1,), torch.float32, self._device)
             return (input_scale.view(1),)
         shape = scales_shape(self.layout, rows, self._sides[1], weight=False)
-        wanted = scales is not None and isinstance(scales, Tensor) and scales.dtype is torch.float32
-        if not wanted or scales.numel() != math.prod(shape) or scales.device != x.device or not (  # type: ignore[union-attr]
+        is_float32 = scales is not None and isinstance(scales, Tensor) and scales.dtype is torch.float32
+        if not is_float32 or scales.numel() != math.prod(shape) or scales.device != x.device or not (  # type: ignore[union-attr]
             self.layout != "block" or scales.shape[-1:] == shape[-1:]  # type: ignore[union-attr]
         ):
             raise UsageError(f"scales of x are {_described(scales)}; they must be float32 {list(shape)}: give such")
@@ -528,8 +528,8 @@ def made_for(wide_class: Any, kind: str, arguments: tuple[Any, ...], options: di
             kind_of = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
             raise UsageError(f"scales or quantize are given for a weight of {kind_of}; only {CODES} takes them: leave them out")
         return None
-    for name, usual in ONLY_WIDE.items():
-        if options.pop(name, usual) not in (usual, False if usual is None else usual):
+    for name, default in ONLY_WIDE.items():
+        if options.pop(name, default) not in (default, False if default is None else default):
             raise UsageError(f"{name} is given for a weight of {CODES}; only layers with a wider one take it: leave it out")
     return ScaledLinear(wide_class, kind, weight, options.pop("scales", None), *arguments[1:], **options)
 
@@ -540,9 +540,9 @@ def _described(tensor: Any) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else f"of type {type(tensor).__name__}"
 
 
-def _like(given: Tensor, tensor: Tensor) -> Tensor:
-    """`tensor`, as a Parameter if `given` is one."""
-    return torch.nn.Parameter(tensor, given.requires_grad) if isinstance(given, torch.nn.Parameter) else tensor
+def _like(original: Tensor, tensor: Tensor) -> Tensor:
+    """`tensor`, as a Parameter if `original` is one."""
+    return torch.nn.Parameter(tensor, original.requires_grad) if isinstance(original, torch.nn.Parameter) else tensor
 
 
 def _run(

@@ -74,9 +74,7 @@ class Tuned(Module):
         self._look_up(problems, deployed, config)
 
     def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
-        from autotax.spaces import space_for
-
-        return [(problem, space_for(problem, hardware).default(registry.of(problem).baseline)) for problem, _ in pairs]
+        return [(problem, registry.of(problem).fallback(problem, hardware)) for problem, _ in pairs]
 
     def _store(self, operators: list[Any], notes: list[str]) -> None:
         for kernel in operators:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.config import Config
@@ -75,12 +76,12 @@ class AllGatherGemm(Problem):
     def flops(self) -> int:
         return 2 * self.m * self.n * self.k
 
-    @property
+    @cached_property
     def shard_rows(self) -> int:
         """Rows of A that one rank holds."""
         return ceil_div(self.m, self.world_size) if self.shard == "m" else self.m
 
-    @property
+    @cached_property
     def shard_cols(self) -> int:
         """Columns of A that one rank holds."""
         return self.k if self.shard == "m" else self.k // self.world_size

@@ -6,6 +6,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.errors import UsageError
@@ -83,7 +84,7 @@ class AllReduceNorm(Problem):
     def flops(self) -> int:
         return 2 * self.m * self.hidden * self.k
 
-    @property
+    @cached_property
     def scales(self) -> int:
         """Number of scales."""
         return {"none": 0, "tensor": 1, "row": self.m, "block": self.m * self.hidden // GROUP}[self.quant]

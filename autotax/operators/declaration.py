@@ -281,6 +281,19 @@ class Operator(Generic[P]):
         pairs = ((name, variant.space_for(problem, hardware)) for name, variant in self.variants.items())
         return {name: space for name, space in pairs if space}
 
+    def fallback(self, problem: P, hardware: Hardware) -> Config:
+        """The config of the baseline that needs no tuning."""
+        space = self.variants[self.baseline].space_for(problem, hardware)
+        assert space is not None  # a baseline applies everywhere
+        return space.default()
+
+    def why_not(self, problem: P, hardware: Hardware, config: Config) -> str | None:
+        """Why a config cannot run a problem on a machine, or None if it can."""
+        variant = self.variants.get(config.variant)
+        if space := variant and variant.space_for(problem, hardware):
+            return space.why_not(config)
+        return f"the variant is {config.variant}; allowed are {', '.join(self.spaces(problem, hardware))}"
+
     def draw(self, problem: P, draw: Draw) -> Call:
         """The inputs of a rank, and a buffer for its output."""
         if self._inputs is None:

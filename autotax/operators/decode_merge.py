@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.problem import Problem, choice, dtype, ranks, require_countable, require_divided, size
@@ -53,7 +54,7 @@ class DecodeMerge(Problem):
     def nbytes(self) -> int:
         return self.batch * (self.heads + self.out_heads) * (self.head_dim * self.item_size + 4)
 
-    @property
+    @cached_property
     def out_heads(self) -> int:
         """Number of heads in a rank's output."""
         return self.heads if self.output == "replicated" else self.heads // self.world_size

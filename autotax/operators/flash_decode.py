@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.problem import Problem, ceil_div, choice, dtype, ranks, require_divided, require_grouped, size
@@ -96,29 +97,29 @@ class FlashDecode(Problem):
         """Bytes of one element of K or V."""
         return self.item_size if self.kv_dtype == "same" else 1
 
-    @property
+    @cached_property
     def shard_len(self) -> int:
         """Capacity of one rank, in tokens of each sequence."""
         return ceil_div(self.kv_len, self.world_size)
 
-    @property
+    @cached_property
     def pages(self) -> int:
         """Pages per sequence on a rank, which is the number of columns of the block table; 0 where the cache is contiguous."""
         return ceil_div(self.shard_len, self.page) if self.page else 0
 
-    @property
+    @cached_property
     def cache_shape(self) -> tuple[int, int, int, int]:
         """Shape of K or V on one rank, without unused pages."""
         if self.page:
             return self.batch * self.pages, self.page, self.kv_heads, self.head_dim
         return self.batch, self.kv_heads, self.shard_len, self.head_dim
 
-    @property
+    @cached_property
     def out_heads(self) -> int:
         """Number of query heads in a rank's output."""
         return self.q_heads if self.output == "replicated" else self.q_heads // self.world_size
 
-    @property
+    @cached_property
     def seen_len(self) -> int:
         """The most tokens of a sequence that a rank has to read, if each rank holds contiguous tokens and all ranks are full."""
         if not self.window:
@@ -127,22 +128,22 @@ class FlashDecode(Problem):
         ends = (min(self.kv_len, (rank + 1) * per) for rank in range(self.world_size))
         return max(end - max(first, rank * per) for rank, end in enumerate(ends))
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of attention: query heads of all query tokens of all sequences."""
         return self.batch * self.q_heads * self.queries
 
-    @property
+    @cached_property
     def out_rows(self) -> int:
         """Number of rows in a rank's output."""
         return self.batch * self.out_heads * self.queries
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Rows of a sequence that share one KV head."""
         return self.q_per_kv * self.queries
 
-    @property
+    @cached_property
     def q_per_kv(self) -> int:
         """Query heads that share one KV head."""
         return self.q_heads // self.kv_heads

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from autotax.core.errors import UsageError
@@ -67,17 +68,17 @@ class GatherAttention(Problem):
                 f"{self.world_size * self.chunks}: give another --seq-len"
             )
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """Chunks of the sequence that a rank has."""
         return 2 if self.layout == "zigzag" else 1
 
-    @property
+    @cached_property
     def shard_len(self) -> int:
         """Tokens of each sequence on a rank."""
         return self.seq_len // self.world_size
 
-    @property
+    @cached_property
     def chunk_len(self) -> int:
         """Tokens of a chunk."""
         return self.shard_len // self.chunks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.config import Config
@@ -65,12 +66,12 @@ class GemmReduceScatter(Problem):
     def flops(self) -> int:
         return 2 * self.m * self.n * self.k
 
-    @property
+    @cached_property
     def shard_rows(self) -> int:
         """Rows of C that one rank adds up, padding included."""
         return ceil_div(self.m, self.world_size)
 
-    @property
+    @cached_property
     def out_rows(self) -> int:
         """Rows of C that one rank gets."""
         return self.m if self.output == "replicated" else self.shard_rows

@@ -1,10 +1,11 @@
-"""Head gather: every rank gets the heads of all. It precedes decoding where each rank computes attention for all heads."""
+"""Head gather: every rank gets the heads of all ranks. Decoding needs it first where each rank attends with all heads."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.problem import Problem, dtype, ranks, require_countable, require_divided, size
@@ -39,7 +40,7 @@ class HeadGather(Problem):
     def nbytes(self) -> int:
         return self.batch * (self.heads + self.own_heads) * self.head_dim * self.item_size
 
-    @property
+    @cached_property
     def own_heads(self) -> int:
         """Number of heads that a rank contributes."""
         return self.heads // self.world_size

@@ -241,9 +241,10 @@ def variant_digest(op: str, variant: str) -> str:
         declaration = implementation(operator, variant) if operator else None
     except UsageError:
         declaration = None
-    if declaration is None or not has_source(declaration.module):
+    symbol = Symbol(*declaration.place) if declaration else None
+    if symbol is None or not has_source(symbol.module):
         return kernel_digest()
-    digest = symbol_digest(Symbol(*declaration.place))
+    digest = symbol_digest(symbol)
     if not isinstance(declaration, Peer):
         return digest
     from autotax.software import torch_version

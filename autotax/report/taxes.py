@@ -220,8 +220,8 @@ def tuned_us(comparison: Comparison) -> float | None:
 
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:
-    """The geometric mean of the values that are not None; None if there are none."""
-    logarithms = [math.log(value) for value in values if value is not None]
+    """The geometric mean of the values above zero; None if there are none. A figure in place may be zero or less."""
+    logarithms = [math.log(value) for value in values if value is not None and value > 0.0]
     return math.exp(statistics.fmean(logarithms)) if logarithms else None
 
 

@@ -361,7 +361,7 @@ class LiveRunner:
             conditions = [condition | beside for condition in conditions]
         notices = self._notices(yardsticks, effort)
         ranks_s = max(report.seconds for report in reports) / len(candidates)
-        conditions = [condition | self._code(problem, each) for condition, each in zip(conditions, candidates, strict=True)]
+        conditions = [condition | self._code(problem, candidates[i]) for i, condition in enumerate(conditions)]
         measurements = [
             Measurement.merge(candidate, [report.accounts[i] for report in reports], conditions[i])
             for i, candidate in enumerate(candidates)

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ from autotax.core.settings import TRIAL_STATUSES
 from autotax.hardware import Hardware
 from autotax.kernels.resources import Resources
 from autotax.software import Environment
+
+PAIRED = "paired"
+"""The key in a measurement's conditions with the ratio to the incumbent of a search, which was measured in the same job."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class Measurement:
         return cls(
             candidate=candidate,
             status=status,
-            error=joined(errors) or None,
+            error=joined(errors) if errors else None,
             samples=tuple(report.samples for report in reports) if all(report.samples for report in reports) else (),
             compile_s=max(report.compile_s for report in reports),
             relative_error=max(relative_errors) if relative_errors else None,
@@ -120,16 +124,16 @@ class Measurement:
         error = f", {summary(self.error)}" if self.error else ""
         return f"<Measurement {self.config}: {self.status}{figure}{error}>"
 
-    @property
+    @cached_property
     def config(self) -> Config:
         return self.candidate.config
 
-    @property
+    @cached_property
     def verified(self) -> bool:
         """Whether the run that took the samples checked its output and found it right."""
         return self.status in ("ok", "pruned")
 
-    @property
+    @cached_property
     def rounds(self) -> list[float]:
         """For each sample the maximum over the ranks: the time after which every rank had its result."""
         return [max(sample) for sample in zip(*self.samples, strict=True)]
@@ -140,10 +144,16 @@ class Measurement:
         rounds = iter(self.rounds)
         return [list(islice(rounds, count)) for count in self.jobs or (len(self.rounds),)]
 
-    @property
+    @cached_property
     def latency_us(self) -> float | None:
         """Median over the samples of the maximum over the ranks; None without samples."""
         return statistics.median(self.rounds) if self.samples else None
+
+    @cached_property
+    def score_us(self) -> float | None:
+        """The figure that a search compares, in microseconds: the figure from the pair if there is one, else the latency."""
+        paired = self.conditions.get(PAIRED)
+        return float(paired["us"]) if paired else self.latency_us
 
     @property
     def back_to_back_us(self) -> float | None:

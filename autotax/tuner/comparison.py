@@ -251,5 +251,5 @@ def _speedup(reference: Measurement, measurement: Measurement) -> float | None:
 
 
 def _alike(one: Measurement, other: Measurement) -> bool:
-    """Whether figures of two rows can be compared: an eager call has none in place."""
+    """Whether the figures of two rows can be compared: both in place, or neither."""
     return one.candidate.conditions.in_place == other.candidate.conditions.in_place

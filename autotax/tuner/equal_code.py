@@ -19,7 +19,7 @@ from autotax.runner.precompile import CompileAhead
 from autotax.software import environment
 
 START_S, EACH_S = 10.0, 1.0
-"""Seconds in which compilers start, and in addition for each winner. What is not compiled by then has to be proven."""
+"""Seconds in which compilers start, and in addition for each winner. A winner that is not compiled by then has to be proven."""
 MOST_COMPILERS = 16
 
 

@@ -127,70 +127,16 @@ def _within(deviations: float, freedom: int) -> float:
     return 2 / math.pi * (angle + share) if odd else share
 
 
-# Paired search: each trial is measured in one job with the incumbent, sample by sample in turn.
-
-PAIRED = "paired"
-"""The key in a measurement's conditions that holds the facts of its pair."""
-
-
-def beside(incumbent: Measurement, again: Measurement, measured: Measurement) -> Measurement:
-    """`measured` with the figure that follows from its job, in which the incumbent was measured `again`. If one of the two
-    failed, `measured` is returned unchanged.
-    """
-    level = score_us(incumbent)
-    if level is None or not (again.status == measured.status == "ok" and again.samples and measured.samples):
-        return measured
-    ratio = statistics.median(mine / other for mine, other in zip(measured.rounds, again.rounds, strict=True))
-    pair = {"with": incumbent.config.digest, "ratio": round(ratio, 5), "us": round(level * ratio, 4)}
-    return replace(measured, conditions=measured.conditions | {PAIRED: pair})
-
-
-def score_us(measurement: Measurement) -> float | None:
-    """The figure that a search compares, in microseconds: the figure from the pair if there is one, else the latency."""
-    paired = measurement.conditions.get(PAIRED)
-    return float(paired["us"]) if paired else measurement.latency_us
-
-
-# Suspiciously fast configs are measured again, and the slower figure of the two is kept.
-
-SUSPICIOUS = 0.75
-"""A latency below this share of the best so far is doubted ..."""
-KNOWN = 5
-"""... once this many figures are known."""
-ALIKE = 0.1
-"""Figures that differ by a smaller share agree."""
-
-
-def doubtful(measurement: Measurement, measured: Sequence[Measurement]) -> bool:
-    """Whether a measurement is suspiciously fast after those before it."""
-    before = [m.latency_us for m in measured if m.status == "ok" and m.latency_us is not None]
-    if measurement.status != "ok" or measurement.latency_us is None or len(before) < KNOWN:
-        return False
-    return measurement.latency_us < SUSPICIOUS * min(before)
-
-
-def settled(first: Measurement, again: Measurement) -> tuple[Measurement, str | None]:
-    """Chooses between a doubted measurement and its repetition; returns the slower, and a notice if they do not agree."""
-    first_us, again_us = first.latency_us, again.latency_us
-    assert first_us is not None
-    stands = first if again.status == "ok" and again_us is not None and again_us <= first_us else again
-    stands = replace(stands, conditions=stands.conditions | {"measured_again": first_us})
-    if again_us is not None and again.verified and abs(again_us - first_us) <= ALIKE * first_us:
-        return stands, None
-    second = f"{again_us:.1f} us" if again_us is not None else again.status
-    return stands, f"{first.config} took {first_us:.1f} us, suspiciously little; measured again: {second}, and the worse stands"
-
-
 # The round.
 
 FEWEST_JOBS, MOST_JOBS = 2, 4
 """Interleaved jobs. One does not show how much jobs differ; not separated after MOST_JOBS is a tie."""
 CHALLENGERS, BASELINES = 6, 2
-"""Most finalists that are not BSP, and that are."""
+"""Most finalists of other variants, and of BSP."""
 FEWEST_SAMPLES = 10
 """Least number of paired samples for a decision."""
 ROUND_EFFORT = Effort(samples=50, seconds=0.6, fewest=FEWEST_SAMPLES)
-"""One job."""
+"""The effort of one interleaved job."""
 NEGLIGIBLE = 0.005
 """A simpler variant wins although it is slower by up to this share, if the difference is not significant."""
 LOST = ("hang", "crash")
@@ -216,7 +162,7 @@ class Paces:
         return finalists * (jobs * (self.trial_s + ROUND_EFFORT.seconds) + soak * replay_s)
 
     def fitting(self, seconds: float, soak: int) -> tuple[int, int, int]:
-        """The challengers, BSP configs and replays of a soak that fit into `seconds`. The soak is cut last, to one at least."""
+        """How many challengers, BSP configs and soak replays fit into `seconds`. The soak is cut last, to one replay at least."""
         for challengers, baselines in ((CHALLENGERS, BASELINES), (4, BASELINES), (2, 1), (1, 1)):
             if self.expected_s(challengers + baselines, soak, FEWEST_JOBS) <= seconds:
                 return challengers, baselines, soak
@@ -246,7 +192,7 @@ def choose_finalists(
     alternative.
     """
     fit = [m for m in measured if m.status == "ok" and m.samples and m.config not in failed]
-    ranked = [replace(m.candidate, conditions=conditions) for m in sorted(fit, key=lambda m: score_us(m) or 0.0)]
+    ranked = [replace(m.candidate, conditions=conditions) for m in sorted(fit, key=lambda m: m.score_us or 0.0)]
     bulk = [candidate for candidate in ranked if candidate.config.variant == "bsp"]
     others = [candidate for candidate in ranked if candidate.config.variant != "bsp"]
     chosen, best = others[:challengers], [candidate for candidate in others if candidate.config.variant in vendors][:1]

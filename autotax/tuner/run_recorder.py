@@ -39,7 +39,7 @@ from autotax.operators.registry import variant_digest
 from autotax.runner.measurement import Candidate, Measurement
 from autotax.software import Environment
 from autotax.spaces import Space
-from autotax.tuner.finalists import Decision, score_us
+from autotax.tuner.finalists import Decision
 from autotax.tuner.progress import Listener
 
 LONGEST_WAIT_S = 600.0
@@ -228,7 +228,7 @@ class Ledger:
         problem, hardware, software = self.key
         here = Place(hardware, software, self.conditions)
         winners = self.patience(self.store.winners, with_samples=False)
-        return [winner for winner in winners if winner.problem == problem and holds(winner, here)]
+        return [winner for winner in winners if winner.problem == problem and holds(winner, winner.place, here)]
 
     def _kept(self) -> list[TrialRecord]:
         problem, hardware, environment = self.key
@@ -444,7 +444,7 @@ def finished(
     """The Optuna trial for a measurement. Outcomes without a verified latency are pruned, which the sampler takes as bad."""
     params = Space.as_suggestion(measurement.config)
     space.suggest(spelled := optuna.trial.FixedTrial(params))
-    value = score_us(measurement) if measurement.verified else None
+    value = measurement.score_us if measurement.verified else None
     state = TrialState.PRUNED if value is None else TrialState.COMPLETE
     return optuna.trial.create_trial(
         state=state, value=value, params=params, distributions=spelled.distributions, user_attrs=dict(attributes or {})

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -31,7 +32,7 @@ from autotax.db.records import Place
 from autotax.db.shipped import known_precedents
 from autotax.hardware import Hardware
 from autotax.operators import registry
-from autotax.runner.measurement import Measurement, Runner
+from autotax.runner.measurement import PAIRED, Measurement, Runner
 from autotax.software import Environment
 from autotax.spaces import Space, space_for
 from autotax.tuner.model import Model, Prior, prior_for, usual_sampler
@@ -198,6 +199,50 @@ class Search:
         yield from self.space
 
 
+# Paired search: each trial is measured in one job with the incumbent, sample by sample in turn.
+
+def beside(incumbent: Measurement, again: Measurement, measured: Measurement) -> Measurement:
+    """`measured` with the figure that follows from its job, in which the incumbent was measured `again`. If one of the two
+    failed, `measured` is returned unchanged.
+    """
+    level = incumbent.score_us
+    if level is None or not (again.status == measured.status == "ok" and again.samples and measured.samples):
+        return measured
+    ratio = statistics.median(mine / other for mine, other in zip(measured.rounds, again.rounds, strict=True))
+    pair = {"with": incumbent.config.digest, "ratio": round(ratio, 5), "us": round(level * ratio, 4)}
+    return replace(measured, conditions=measured.conditions | {PAIRED: pair})
+
+
+# Suspiciously fast configs are measured again, and the slower figure of the two is kept.
+
+SUSPICIOUS = 0.75
+"""A latency below this share of the best so far is doubted ..."""
+KNOWN = 5
+"""... once this many figures are known."""
+ALIKE = 0.1
+"""Figures that differ by a smaller share agree."""
+
+
+def doubtful(measurement: Measurement, measured: Sequence[Measurement]) -> bool:
+    """Whether a measurement is suspiciously fast after those before it."""
+    before = [m.latency_us for m in measured if m.status == "ok" and m.latency_us is not None]
+    if measurement.status != "ok" or measurement.latency_us is None or len(before) < KNOWN:
+        return False
+    return measurement.latency_us < SUSPICIOUS * min(before)
+
+
+def settled(first: Measurement, again: Measurement) -> tuple[Measurement, str | None]:
+    """Chooses between a doubted measurement and its repetition; returns the slower, and a notice if they do not agree."""
+    first_us, again_us = first.latency_us, again.latency_us
+    assert first_us is not None
+    stands = first if again.status == "ok" and again_us is not None and again_us <= first_us else again
+    stands = replace(stands, conditions=stands.conditions | {"measured_again": first_us})
+    if again_us is not None and again.verified and abs(again_us - first_us) <= ALIKE * first_us:
+        return stands, None
+    second = f"{again_us:.1f} us" if again_us is not None else again.status
+    return stands, f"{first.config} took {first_us:.1f} us, suspiciously little; measured again: {second}, and the worse stands"
+
+
 # The opening of a run: the space that it searches, and the configs that it asks for first.
 
 UPCOMING = 16
@@ -214,7 +259,7 @@ def opened(settings: Settings, problem: Problem, hardware: Hardware, space: Spac
 
 
 def without_ladder(space: Space, won: Collection[Config]) -> Space:
-    """The space without variants of the ladder, which only explain where time goes, but for those that have won before."""
+    """The space without the variants of the ladder that never won: they only explain where time goes."""
     winners = {config.variant for config in won}
     ladder = {name for name, variant in registry.of(space.problem).variants.items() if variant.role == "ladder"}
     return space.only([name for name in space.variants if name not in ladder - winners])

@@ -24,17 +24,13 @@ from autotax.tuner.finalists import (
     FEWEST_JOBS,
     Decision,
     Paces,
-    beside,
     choose_finalists,
-    doubtful,
     run_finalists,
-    score_us,
-    settled,
     told,
 )
 from autotax.tuner.progress import Accounts, FailedVariant, Listener, Progress, Silence, Verdict
 from autotax.tuner.run_recorder import Flight, Ledger, Study, study_name
-from autotax.tuner.search import UPCOMING, Search, opened, without_ladder
+from autotax.tuner.search import UPCOMING, Search, beside, doubtful, opened, settled, without_ladder
 
 HOPELESS = 2.0
 """A candidate slower than the best by this factor is given up after its first samples."""
@@ -397,7 +393,7 @@ class _Run:
     @staticmethod
     def _best(measured: Iterable[Measurement]) -> Measurement | None:
         verified = [m for m in measured if m.status == "ok" and m.latency_us is not None]
-        return min(verified, key=lambda m: score_us(m) or 0.0, default=None)
+        return min(verified, key=lambda m: m.score_us or 0.0, default=None)
 
 
 GRACE_S, GRACE_SHARE = 10.0, 0.2

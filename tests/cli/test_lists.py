@@ -118,7 +118,7 @@ def test_an_empty_list_says_what_it_leaves_out(run: Run, db: Path) -> None:
     }.items():
         assert words in run(*command).err, command
     assert "other" not in run("winners").err + run("trials").err
-    with sqlite3.connect(db) as tables:  # as after an operator of one's own, which is not loaded now
+    with sqlite3.connect(db) as tables:  # as if the winners were of an operator that is not loaded
         tables.execute("UPDATE autotax_problem SET op = 'mine' WHERE op = 'all-gather-gemm'")
     assert "hidden (2 of mine): --load the modules that declare them" in run("winners").err
     assert "hidden (2 of mine): --load the modules that declare them" in run("trials").err

@@ -12,11 +12,11 @@ import pytest
 from autotax.core.conditions import ON_CPU, Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
-from autotax.core.problem import Problem
 from autotax.db import Store, shipped
 from autotax.db import lookup as module
 from autotax.db.lookup import Answer, lookup
 from autotax.hardware import Hardware
+from autotax.operators import Operator
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.operators.registry import variant_digest
 from autotax.software import Environment
@@ -27,29 +27,19 @@ DECODE = FlashDecode(batch=8, q_heads=64, kv_heads=8, head_dim=128, kv_len=32768
 DEFAULT = Config.of("bsp", block_m=256)
 
 
-class Space:
-    """Contains every config except those in `refused`."""
+class Admitted:
+    """Stands for the spaces of all variants, which admit every config except those in `refused`."""
 
     refused: set[Config]
-
-    def __init__(self, problem: Problem, hardware: Hardware) -> None:
-        assert isinstance(problem, Problem)
-        assert isinstance(hardware, Hardware)
-
-    def why_not(self, config: Config) -> str | None:
-        return "block_m is too tall" if config in self.refused else None
-
-    def default(self, variant: str) -> Config:
-        assert variant == "bsp"
-        return DEFAULT
 
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """This machine is HARDWARE with ENVIRONMENT, and its spaces admit all."""
-    monkeypatch.setattr(Space, "refused", set(), raising=False)
+    monkeypatch.setattr(Admitted, "refused", set(), raising=False)
+    monkeypatch.setattr(Operator, "why_not", lambda *given: "block_m is too tall" if given[-1] in Admitted.refused else None)
+    monkeypatch.setattr(Operator, "fallback", lambda *_: DEFAULT)
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
-    monkeypatch.setattr(module, "space_for", Space)
     monkeypatch.setattr(module, "detect", lambda: HARDWARE)
     monkeypatch.setattr(module, "environment", lambda backend: replace(ENVIRONMENT) if backend else None)
     module.reload()
@@ -151,9 +141,9 @@ def test_nearest_must_be_admitted(db: Path) -> None:
         keep_winner(store, replace(PROBLEM, m=400), PUSH)
     assert lookup(replace(PROBLEM, m=510), db=db) == tall
     module.reload()
-    Space.refused = {tall}
+    Admitted.refused = {tall}
     assert lookup(replace(PROBLEM, m=510), db=db) == PUSH
-    Space.refused = {tall, PUSH}
+    Admitted.refused = {tall, PUSH}
     answer = lookup(replace(PROBLEM, m=490), db=db)
     assert is_fallback(answer)
     assert "tuned for m=500 and not m=490, does not fit: block_m is too tall" in answer.reason
@@ -162,7 +152,7 @@ def test_nearest_must_be_admitted(db: Path) -> None:
 def test_a_winner_that_the_space_refuses_does_not_answer_even_its_own_problem(db: Path) -> None:
     with Store.open(db) as store:
         keep_winner(store)
-    Space.refused = {PUSH}
+    Admitted.refused = {PUSH}
     answer = lookup(PROBLEM, db=db)
     assert is_fallback(answer)
     assert "block_m is too tall" in answer.reason
@@ -217,7 +207,7 @@ def test_a_stale_winner_must_be_admitted_and_never_goes_before_one_that_holds(db
         keep_winner(store, config=BSP, environment=replace(ENVIRONMENT, triton="3.5.1", comm="nccl 1.0"))
     assert lookup(PROBLEM, db=db, allow_stale=True) == PUSH  # fewer differences
     module.reload()
-    Space.refused = {PUSH}
+    Admitted.refused = {PUSH}
     assert lookup(PROBLEM, db=db, allow_stale=True) == BSP
     module.reload()
     with Store.open(db) as store:

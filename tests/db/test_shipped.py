@@ -81,6 +81,14 @@ def test_those_of_the_package_can_be_read(monkeypatch: pytest.MonkeyPatch) -> No
     assert not [path for path in FOLDER.iterdir() if path.suffix not in (".json", ".npz")]  # winners, and priors of searches
 
 
+def test_a_look_up_reads_the_same_as_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look-up makes no problems from the files, and takes the keys from the fields as they are."""
+    monkeypatch.setattr(shipped, "FOLDER", FOLDER)
+    read = {(w.problem.key, w.place, w.kernel_digest, w.config, w.speedup, w.interval_low, w.tie) for w in shipped.winners()}
+    known = shipped.known_winners()
+    assert {(w.problem_key, w.place, w.kernel_digest, w.config, w.speedup, w.interval_low, w.tie) for w in known} == read
+
+
 def test_those_of_the_package_hold_for_the_sources_of_today() -> None:
     entries = [entry.winner for file in FOLDER.glob("*.json") for entry in formats.read(file)]
     assert len(entries) >= 136

@@ -18,7 +18,7 @@ from platformdirs import user_cache_path
 from autotax.heap.base import INSTALL
 
 NAMES = {"rocm": ("libamdhip64.so",), "cuda": ("libcuda.so.1", "libcudart.so")}
-"""The libraries of each backend. Those of CUDA are copies of one file; no call to one depends on a call to the other."""
+"""The libraries of each backend. CUDA has two copies of one file; no call to one depends on a call to the other."""
 SOURCES = {"rocm": "fake_hip.c", "cuda": "fake_cuda.c"}
 
 

@@ -33,8 +33,8 @@ def test_arrivals_differ_between_ranks_and_samples_and_fill_the_skew() -> None:
 def test_skew_is_part_of_the_figure(runner: LiveRunner) -> None:
     """The first of two ranks waits for the last one, which is late by two thirds of the skew on average.
 
-    A busy machine can only make samples longer, so the bounds are a lower one, and an upper one of the shortest sample. Where it
-    is too busy for that one, the skew is greater.
+    A busy machine can only make samples longer, so the bounds are a lower one, and an upper one of the shortest sample. If the
+    machine is too busy for the upper one, the test takes a greater skew.
     """
     for skew_us in (10_000.0, 50_000.0, 200_000.0):
         conditions = Conditions("eager", "warm", skew_us)

@@ -14,8 +14,9 @@ from autotax.core.problem import Problem
 from autotax.db import Store, TrialRecord
 from autotax.operators.problems import FlashDecode
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
-from autotax.tuner.finalists import PAIRED, beside, score_us
+from autotax.runner.measurement import PAIRED
 from autotax.tuner.run_recorder import measurement_of
+from autotax.tuner.search import beside
 from results.search.replay_runner import ReplayRunner
 from tests.tuner.shared import GEMM, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
@@ -46,7 +47,7 @@ def searched(store: Store) -> list[TrialRecord]:
 
 def out_of_order(trials: Sequence[TrialRecord]) -> int:
     """Pairs of configs of which the slower one scores better."""
-    figures = [(gemm_landscape(trial.config), score_us(measurement_of(trial)) or 0.0) for trial in trials]
+    figures = [(gemm_landscape(trial.config), measurement_of(trial).score_us or 0.0) for trial in trials]
     return sum(a < 0.999 * b and u > v for a, u in figures for b, v in figures)  # type: ignore[operator]
 
 
@@ -79,7 +80,7 @@ def test_what_fails_beside_the_incumbent_is_told_as_it_is() -> None:
     good = SyntheticRunner(lambda _: 100.0).measure(GEMM, [Candidate(Config("bsp"))], Effort())[0]
     bad = Measurement(Candidate(Config("push")), "hang", "no answer")
     assert beside(good, good, bad) is bad and beside(good, replace(bad, candidate=good.candidate), good) is good
-    assert score_us(bad) is None and score_us(good) == good.latency_us
+    assert bad.score_us is None and good.score_us == good.latency_us
 
 
 def test_a_replayed_runner_answers_pairs() -> None:

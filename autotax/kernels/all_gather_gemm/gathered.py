@@ -97,7 +97,7 @@ def keeps_codes(kernel: Any) -> bool:
 
 
 def gathered(kernel: Any, a: Tensor, *, own: bool) -> Tensor:
-    """A [m, k] as the last call, of `a`, has gathered it. With `own` it is a new tensor, else perhaps a workspace."""
+    """The A [m, k] that the last call gathered from shards like `a`. With `own` a new tensor, else perhaps a workspace."""
     problem = kernel.problem
     if left_in(kernel) in ("whole", "landing"):
         whole: Tensor = getattr(kernel, left_in(kernel))

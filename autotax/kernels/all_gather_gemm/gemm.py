@@ -211,7 +211,7 @@ def next_share(control, dealt, items):
 @triton.jit
 def first_share(worker, control, dealt, items):
     """Returns a program's first work item and the end of its share. The static share is every n-th item from `worker` on, for n
-    workers. Without a static share the item comes from `next_share`. A negative worker has been communicating.
+    workers. Without a static share the item comes from `next_share`. `worker` is negative for a program that communicated first.
     """
     item, share_end = worker, dealt
     if (worker < 0) | (worker >= dealt):

@@ -133,9 +133,9 @@ def load_partial(
 ):  # fmt: skip
     """Loads rows first ... first + GROUP of O [tokens, heads, head_dim] and LSE as float32 [BLOCK_G, BLOCK_D] and [BLOCK_G].
 
-    `lse_token` and `lse_head` are the strides of LSE. The result is (0, -inf) for rows whose LSE is not finite, whatever O holds
-    there, for rows from `rows` on, and with `lens` for tokens of which this rank `holds_nothing`. BLOCK_D may be a part of
-    HEAD_DIM; then `o` points to the first column of that part.
+    `lse_token` and `lse_head` are the strides of LSE. BLOCK_D may be a part of HEAD_DIM; then `o` points to the first column of
+    that part. The result is (0, -inf) for rows from `rows` on, and for rows whose LSE is not finite, whatever O holds there. With
+    `lens` it is that too for tokens of sequences without keys on this rank.
     """
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)

@@ -58,7 +58,7 @@ def inside_of(token, first, end, starts):
 
 @triton.jit
 def page_of(table, at, s, end, PAGE: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The page numbers of tokens at + s, or a single one where a block, which begins at a multiple of its size, is in a page."""
+    """The page numbers of tokens at + s; a single one if BLOCK_S <= PAGE, because then a block lies within one page."""
     token = at if BLOCK_S <= PAGE else at + s
     return tl.load(table + token // PAGE, mask=token < end, other=0)
 

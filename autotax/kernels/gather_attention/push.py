@@ -58,7 +58,7 @@ def block_of(item, heads, blocks, BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr)
 
 @triton.jit
 def tokens_sent(source, reader, tokens, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr):
-    """How many of its `tokens` tokens of a sequence a rank sends to a reader, the first ones: see `GatherAttention.parts`."""
+    """How many of the first tokens that a rank holds of a sequence it sends to a reader: see `GatherAttention.parts`."""
     of_higher = tokens if CHUNKS == 2 else 0
     return tl.where(source < reader, tokens // CHUNKS, of_higher) if CAUSAL else tokens
 

@@ -100,7 +100,7 @@ def multiply_tiles(
     GROUP: gl.constexpr, stagings, staged, drained, buffers, share,
     GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: multiplies its 64 rows of each tile of this program, of which it need not know the places."""
+    """One group of warps: multiplies its 64 rows of each tile of this program. Other warps load the operands and send the tile."""
     x, y, full, empty = buffers
     items, _, _, cols, _, _ = share
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
