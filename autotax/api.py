@@ -96,7 +96,7 @@ def tune_jobs(
 ) -> Iterator[Verdict]:  # fmt: skip
     """Yields the verdict of each job. All problems of a world size share one pool of ranks. Ends early when interrupted.
 
-    `then` is called before the ranks end.
+    `then` is called before the ranks end. Later look-ups of this process see the winner.
     """
     for world_size in dict.fromkeys(problem.world_size for problem, _ in jobs):
         alike = [job for job in jobs if job[0].world_size == world_size]
@@ -111,6 +111,7 @@ def tune_jobs(
                     )  # fmt: skip
                 if verdict.winner:
                     store.forget_miss(problem, hardware, verdict.conditions)
+                    reload()
                 if then:
                     then(verdict, runner)
                 yield verdict

@@ -1,6 +1,6 @@
 """Tunes, proves and compares the published problems of every operator on the GPUs of this host, in calls of bounded time:
 
-    PYTHONPATH=. python results/tables.py FOLDER [--gpus 4] [--seconds 540] [--only all-gather-gemm,decode-merge]
+    PYTHONPATH=. python results/tables.py FOLDER [--gpus 4] [--seconds 540] [--short] [--only all-gather-gemm,decode-merge]
 
 A call goes on where the last one ended: problems in FOLDER/comparisons.jsonl are done, and trials of others count. Each problem
 is tuned for `--each` seconds, its winner soaked, then compared in place with every alternative, all in one pool of ranks.
@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from statistics import geometric_mean
@@ -30,7 +31,7 @@ from autotax.operators.problem_files import read_shapes
 from autotax.report import documents
 from autotax.report.formatting import microseconds
 from autotax.runner.local_runner import LiveRunner
-from autotax.tuner import Verdict
+from autotax.tuner import Verdict, finalists, tuning
 from autotax.tuner.progress import Silence
 
 RESULTS = Path(__file__).parent
@@ -92,9 +93,14 @@ def main() -> None:
     parser.add_argument("--each", type=float, default=20, help="seconds of tuning for a problem")
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--soak", type=int, default=500)
+    parser.add_argument("--short", action="store_true", help="finals of one baseline and two challengers, 0.25 s a job")
     parser.add_argument("--only", type=lambda text: text.split(","), help="operators")
     parser.add_argument("--shapes", type=Path, nargs="+", default=[RESULTS / name for name in SHAPES])
     options = parser.parse_args()
+    if options.short:
+        for module in (finalists, tuning):  # one imports these names from the other
+            module.BASELINES, module.CHALLENGERS = 1, 2
+        finalists.ROUND_EFFORT = replace(finalists.ROUND_EFFORT, seconds=0.25)
     ends, hardware = time.monotonic() + options.seconds, detect()
     options.folder.mkdir(parents=True, exist_ok=True)
     log, db = options.folder / "comparisons.jsonl", options.folder / "tuned.db"

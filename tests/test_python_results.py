@@ -71,3 +71,10 @@ def test_without_pandas_a_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(autotax.UsageError, match="pip install pandas"):
         a_verdict().to_frame()
+
+
+def test_look_ups_see_what_this_process_tuned(tmp_path: Path) -> None:
+    problem, db = autotax.DecodeMerge(2, 4, 64, "fp32", 2), f"sqlite:///{tmp_path}/a.db"
+    assert autotax.lookup(problem, db=db).match == "fallback"
+    autotax.tune(problem, trials=1, soak=0, variants=["words"], db=db)
+    assert autotax.lookup(problem, db=db).match == "exact"

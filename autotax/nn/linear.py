@@ -21,12 +21,12 @@ from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.heap.world import World
-from autotax.nn.base import NO_BACKWARD, NO_OUT, Group, Unknown, increment_version
+from autotax.nn.base import NO_OUT, Group, Unknown, increment_version
 from autotax.nn.consensus import configs_for, deployed_as
 from autotax.nn.fallback import PlainLinear, PlainRowLinear, all_gather
 from autotax.nn.groups import on_device
 from autotax.nn.linear_base import ELSEWHERE, Call, ParallelLinear
-from autotax.nn.norm import AllReduceNorm, in_order
+from autotax.nn.norm import AllReduceNorm, held, in_order, norm_behind
 from autotax.nn.tensor_checks import addend, aligned, plain, recorded, require_apart, require_no_tangent, require_recordable
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.all_reduce_norm import MOST as MOST_NORMED
@@ -269,7 +269,7 @@ class RowParallelLinear(ParallelLinear):
 
     OUTPUT: str
     _norm: tuple[AllReduceNorm, ...] = ()
-    """The module of `normed`, in a tuple: torch would register a plain attribute as a submodule."""
+    """The module of `normed`, if any."""
     _apart: dict[int, bool]
     """For each prepared number of rows, whether `normed` runs the product and then the norm module, which sums."""
     _whole: dict[int, Any]
@@ -295,9 +295,7 @@ class RowParallelLinear(ParallelLinear):
         batch_invariant: bool | None = None,
     ) -> None:
         norm = norm or next(iter(getattr(like, "_norm", ())), None)
-        if norm is not None and not isinstance(norm, AllReduceNorm):
-            raise UsageError(f"norm is of type {type(norm).__name__}; it must be an autotax.nn.AllReduceNorm: give one, or none")
-        vars(self).update(_norm=(norm,) if norm else (), _apart={})
+        vars(self).update(_norm=held(norm), _apart={})
         super().__init__(
             weight, group, max_m, bias, layout, db, conditions, config, backward_config, sizes, like, check, prove,
             batch_invariant,
@@ -331,14 +329,7 @@ class RowParallelLinear(ParallelLinear):
         Raises:
             UsageError: The layer has no norm, or a tensor is not allowed, or requires a gradient.
         """
-        if not self._norm:
-            raise UsageError(f"this {type(self).__name__} was made without a norm: make it with norm=")
-        if torch.is_grad_enabled() and recorded(x, self.weight, self.bias, norm_weight, residual):
-            raise UsageError(NO_BACKWARD)
-        first, norm = self._like[0] if self._like else self, self._norm[0]
-        if (residual is not None) is not norm.adds_residual:  # whichever way is the fastest
-            what, allowed = ("not given", "needs it: give it") if residual is None else ("given", "takes none: leave it out")
-            raise UsageError(f"residual is {what}; the layer's norm {allowed}, or make the norm for such calls")
+        first, norm = self._like[0] if self._like else self, norm_behind(self, residual, x, self.weight, self.bias, norm_weight)
         rows = math.prod(x.shape[:-1])
         # One kernel adds no bias, and its norm is that of the layer that was prepared.
         in_one = self.bias is None and norm is next(iter(first._norm), None)

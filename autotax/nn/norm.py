@@ -25,7 +25,7 @@ from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,
 )
-from autotax.nn.base import SizedModule, baseline_of_greatest, increment_version, nothing, remember
+from autotax.nn.base import NO_BACKWARD, SizedModule, baseline_of_greatest, increment_version, nothing, remember
 from autotax.nn.fallback import PlainNorm
 from autotax.nn.groups import on_device
 from autotax.nn.tensor_checks import (
@@ -366,6 +366,26 @@ class AllReduceNorm(SizedModule):
         max_m, hidden, residual, quant, offset, *_ = self._asked
         sizes = f"hidden={hidden}, max_m={max_m}, dtype={self._dtype}, eps={self._eps}"
         return f"{sizes}, residual={residual}, quant={quant}, offset={offset}, ranks={self.world_size}"
+
+
+def held(norm: AllReduceNorm | None) -> tuple[AllReduceNorm, ...]:
+    """The norm of a layer in a tuple: torch would register a plain attribute as a submodule. Raises UsageError."""
+    if norm is not None and not isinstance(norm, AllReduceNorm):
+        raise UsageError(f"norm is of type {type(norm).__name__}; it must be an autotax.nn.AllReduceNorm: give one, or none")
+    return () if norm is None else (norm,)
+
+
+def norm_behind(layer: Any, residual: Tensor | None, *read: Tensor | None) -> AllReduceNorm:
+    """The norm of a call of `normed` that reads these tensors. Raises UsageError."""
+    if not layer._norm:
+        raise UsageError(f"this {type(layer).__name__} was made without a norm: make it with norm=")
+    if is_grad_enabled() and recorded(*read, residual):
+        raise UsageError(NO_BACKWARD)
+    norm: AllReduceNorm = layer._norm[0]
+    if (residual is not None) is not norm.adds_residual:  # whichever way is the fastest
+        what, allowed = ("not given", "needs it: give it") if residual is None else ("given", "takes none: leave it out")
+        raise UsageError(f"residual is {what}; the layer's norm {allowed}, or make the norm for such calls")
+    return norm
 
 
 def _fits(tensor: Tensor | None, form: Form | None, ordinal: int) -> bool:

@@ -25,6 +25,7 @@ from autotax.nn import custom_ops
 from autotax.nn.base import NO_OUT, Module, greatest_rows, increment_version, module_of, sizes_up_to
 from autotax.nn.fallback import all_gather, reduce_scatter
 from autotax.nn.groups import on_device
+from autotax.nn.norm import AllReduceNorm, held, norm_behind
 from autotax.nn.tensor_checks import (
     addend,
     aligned,
@@ -53,7 +54,7 @@ NO_GRADIENT_OF_CODES = (
     "the weight in e4m3 or its scales require a gradient, which they cannot have: call requires_grad_(False) on them, "
     "or call the layer under torch.no_grad()"
 )
-ONLY_WIDE = {"layout": "nk", "keep_gathered": True, "backward_config": None, "like": None, "norm": None, "batch_invariant": None}
+ONLY_WIDE = {"layout": "nk", "keep_gathered": True, "backward_config": None, "like": None, "batch_invariant": None}
 """Options that only layers with a wide weight take, and the values that mean the same as none."""
 
 
@@ -103,7 +104,7 @@ class ScaledLinear(Module):
       scales of the tensor or of rows, `static` one with a scale of the tensor.
     - `input_scale`: float32 [1], the scale of x with quantize `static`. `out_dtype`: bf16 or fp16.
     - `backward_weight`: the weight in bf16 [n, k], for the backward. Without it a gradient is refused.
-    - `bias`: [n], of the type of the result.
+    - `bias`: [n], of the type of the result. `norm`: an AllReduceNorm for `normed`, for a row-parallel layer.
 
     Raises UsageError on all ranks alike for what is not allowed.
     """
@@ -115,6 +116,8 @@ class ScaledLinear(Module):
     input_scale: Tensor | None
     _kernels: dict[int, Any]
     _plain: Any
+    _norm: tuple[AllReduceNorm, ...] = ()
+    """The module of `normed`, if any."""
     _sides: tuple[int, int]
     """Columns of the result, and elements of a row of x."""
 
@@ -138,8 +141,12 @@ class ScaledLinear(Module):
         sizes: Sequence[int] | None = None,
         check: bool | None = None,
         prove: bool | float = False,
+        norm: AllReduceNorm | None = None,
     ) -> None:
         super().__init__(group, db, check, prove)
+        vars(self)["_norm"] = held(norm)
+        if norm and kind == "all_gather":
+            raise UsageError("norm is given to an all-gather layer, which sums nothing: give it to a row-parallel layer")
         if scales is None:
             raise UsageError("scales are missing; a weight in e4m3 has scales: give them as scales=")
         if quantize not in (None, *SCALES_OF):
@@ -282,6 +289,28 @@ class ScaledLinear(Module):
             raise UsageError("gathered is given to a layer with a weight in e4m3, which returns no gathered x: leave it out")
         y = self._forward(x, scales, out, residual)
         return y.split(self.columns, -1) if self.columns else y
+
+    def normed(
+        self, x: Tensor, norm_weight: Tensor, residual: Tensor | None = None, scale: Tensor | None = None, *,
+        scales: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """The layer with the residual, then the norm of its result, quantised as the module `norm` says.
+
+        Args:
+            x: As in a call of the layer.
+            norm_weight: [n].
+            residual: Shaped like the result of the layer.
+            scale: A float32 tensor [1], where the norm has quant "tensor".
+            scales: Of an x in e4m3.
+
+        Returns:
+            y, the new residual, and the scales if any: see AllReduceNorm.
+
+        Raises:
+            UsageError: The layer has no norm, or a tensor is not allowed, or requires a gradient.
+        """
+        norm = norm_behind(self, residual, x, self.bias, norm_weight, self.backward_weight)
+        return norm.of_sums(self._forward(x, scales, None, residual), norm_weight, scale)
 
     def _forward(self, x: Tensor, scales: Tensor | None, out: Tensor | None, residual: Tensor | None) -> Tensor:
         if torch.is_grad_enabled():

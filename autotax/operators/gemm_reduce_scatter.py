@@ -149,6 +149,7 @@ def bound(problem: GemmReduceScatter, hardware: Hardware, _: Rates) -> dict[str,
 _KERNELS, _SPACES = "autotax.kernels.gemm_reduce_scatter", "autotax.spaces.gemm_reduce_scatter"
 
 operator.roofline = f"{_SPACES}:base_us"
+operator.traits = _SPACES
 
 
 def _uncut(_: GemmReduceScatter, config: Config) -> bool:

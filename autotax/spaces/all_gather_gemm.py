@@ -795,7 +795,7 @@ def _product_and_links_us(problem: AllGatherGemm) -> tuple[float, float]:
 
 def traits(problem: AllGatherGemm, hardware: Hardware, config: Config) -> dict[str, float]:
     """Feature values by name; only a few for a config without tiles."""
-    values = config.values
+    values = scaled.with_tiles(config.values)
     product, links = _product_and_links_us(problem)
     features = {"product_share": product / base_us(problem), "links_share": links / base_us(problem)}
     if "block_m" not in values:

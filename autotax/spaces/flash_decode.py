@@ -77,7 +77,7 @@ def by_head(problem: FlashDecode, hardware: Hardware) -> bool:
 
 def heads_together(values: Mapping[str, Value]) -> int:
     """KV heads per work item."""
-    return int(values["num_warps"]) if values["attend"] == "by_head" else 1
+    return int(values["num_warps"]) if values.get("attend") == "by_head" else 1  # old records lack it
 
 
 def attention_constraints(problem: FlashDecode, hardware: Hardware) -> tuple[Constraint, ...]:
@@ -384,7 +384,7 @@ def base_us(problem: FlashDecode) -> float:
 def traits(problem: FlashDecode, hardware: Hardware, config: Config) -> dict[str, float]:
     """Feature values by name."""
     values = config.values
-    block, splits, heads = int(values["block_s"]), int(values["splits"]), int(values["heads"])
+    block, splits, heads = int(values["block_s"]), int(values["splits"]), int(values.get("heads", 1))
     together = heads_together(values)
     items, rows = problem.batch * problem.kv_heads // together, problem.out_rows
     places = hardware.processors * int(values.get("per_processor", 1))

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 
 from autotax.core.config import Config, Value
-from autotax.core.problem import ceil_div, power_of_two
+from autotax.core.problem import ITEM_SIZES, ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import LINK_GBPS, Hardware
 from autotax.kernels.tiling import MOST_RANKS
@@ -40,7 +40,7 @@ DIFFERENT = 3
 
 def gathered(problem: GemmReduceScatter) -> AllGatherGemm:
     """The All-Gather + GEMM problem with the same number and size of tiles."""
-    return AllGatherGemm(problem.m, problem.n, problem.k, problem.dtype, "m", problem.world_size)
+    return AllGatherGemm(problem.m, problem.n, problem.k, problem.dtype, "m", problem.world_size, scales=problem.scales)
 
 
 def _can_use_tma(problem: GemmReduceScatter, hardware: Hardware) -> bool:
@@ -99,6 +99,18 @@ def base_us(problem: GemmReduceScatter) -> float:
     rounds = 2 if problem.output == "replicated" else 1
     sent = rounds * (problem.world_size - 1) * problem.shard_rows * problem.n * problem.item_size
     return max(gemm.base_us(gathered(problem)), gemm.START_US + sent / (gemm.LINK_GBPS * 1e3))
+
+
+def traits(problem: GemmReduceScatter, hardware: Hardware, config: Config) -> dict[str, float]:
+    """Feature values by name: those of the tiles, of the sums that travel, and of the programs that add."""
+    values, base = config.values, base_us(problem)
+    rounds = 2 if problem.output == "replicated" else 1
+    item = 4 if values.get("payload") == "fp32" else ITEM_SIZES[problem.out_dtype]
+    sent = rounds * (problem.world_size - 1) * problem.shard_rows * problem.n * item
+    return gemm.traits(gathered(problem), hardware, config) | {
+        "links_share": sent / (gemm.LINK_GBPS * 1e3) / base,
+        "adders_share": int(values.get("adders", 0)) / hardware.processors,
+    }
 
 
 def time_of(problem: GemmReduceScatter, hardware: Hardware, config: Config) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from autotax.core.config import Config, Value
@@ -50,6 +51,15 @@ def shared_bytes(name: Value) -> int:
     """About the shared memory of a program with these tiles: its stages, and a little for barriers."""
     high, columns, stages, _ = map(int, str(name).split("x"))
     return (high + columns) * GROUP * stages + 4096
+
+
+def with_tiles(values: Mapping[str, Value]) -> dict[str, Value]:
+    """The values of a config, with the tile of its product by name if that is one of Triton's."""
+    name = str(values.get("product", LIBRARY))
+    if name == LIBRARY:
+        return dict(values)
+    names = "block_m", "block_n", "num_stages", "num_warps"
+    return {**values, "block_k": GROUP, **dict(zip(names, map(int, name.split("x")), strict=True))}
 
 
 def splits_for(name: Value, rows: int, n: int, hardware: Hardware) -> int:

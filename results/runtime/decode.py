@@ -1,14 +1,15 @@
-"""Decode steps of a Llama-style stack with the norms fused, in bf16 and with FP8 weights, in three editions of the same weights:
+"""Decode steps of a Llama-style stack with the norms fused, in bf16 and with FP8 weights, in editions of the same weights:
 
     PYTHONPATH=. python results/runtime/decode.py --batches 1 4 16 --json decode.json
 
 - `NCCL`: torch's products, NCCL's sum, and torch's add and RMSNorm; with FP8 weights a kernel quantises in front of each product.
 - `NCCL, norm fused`: one kernel of ours adds, norms and quantises behind NCCL's sum.
-- `autotax`: sum, residual, norm and quantisation in one kernel behind the product, or the sum with the product: whichever was
-  faster when the layers were made. Queries are gathered by our words.
+- `autotax`: layers with `norm=`, which take what look-ups answer, and with bf16 the fastest of their three ways.
+- `no exchange`: the products, our attention and the norm of each rank's own addends. Its results are wrong; no other edition on
+  these products can be faster.
 
 Every rank has all rows. Attention over the KV cache is FlashDecode, in NCCL's editions with the best bulk-synchronous config.
-Kernels of ours have the first seeds of their spaces: nothing is searched. Each edition is captured in a CUDA graph, its outputs
+Tune first: `autotax tune --shapes results/runtime/decode.toml --db DB`. Each edition is captured in a CUDA graph, its outputs
 are compared with the first edition's, and replays are timed in turn. CPU ranks run it too, with small sizes, to try it.
 """
 
@@ -41,13 +42,13 @@ from autotax.heap import World
 from autotax.kernels.scaled_product import quantise
 from autotax.nn import AllReduceNorm, FlashDecode, LinearAllReduce, Tuned
 from autotax.operators.problems import AllReduceNorm as NormProblem
-from autotax.operators.problems import GemmReduceScatter, HeadGather
+from autotax.operators.problems import HeadGather
 from autotax.operators.scaled import library_product, quantised, scales_of
 from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.spaces import space_for
 from autotax.tuner.finalists import speedup
 
-NCCL, FUSED, OURS = EDITIONS = ("NCCL", "NCCL, norm fused", "autotax")
+NCCL, FUSED, OURS, BOUND = EDITIONS = ("NCCL", "NCCL, norm fused", "autotax", "no exchange")
 EPS = 1e-5
 TOLERANCE = {"bf16": 2e-2, "e4m3": 6e-2}
 """Greatest ||theirs - NCCL's|| / ||NCCL's||. A value that bf16 rounds in another place may get the next e4m3, 6 % away."""
@@ -183,52 +184,52 @@ class FusedNorm(Step):
 
 
 class Ours(FusedNorm):
-    """Our kernels for the sum, the norm and the queries."""
+    """Our layers, with what look-ups answer for the sum, the norm and the queries."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        sizes, here = self.plan.sizes, detect(self.world.backend)
-        self.fused = self.norm_of("one_shot")
+        sizes, db = self.plan.sizes, self.plan.db
         heads: Problem = HeadGather(self.batch, sizes.q_heads, sizes.head_dim, "bf16", sizes.world_size)
-        self.queries = Tuned(heads, device=self.world.device, config=space_for(heads, here).default("words"))
-        self.made.append(self.queries)
-        self.summing: dict[tuple[int, int], Any] = {}
-        self.apart = dict.fromkeys((1, 3), True)
-        more = ("nk", "row", "bf16", "row") if self.fp8 else ()
-        for which in (1, 3):
-            k = self.layers[0][which].values.shape[1]
-            problem = GemmReduceScatter(
-                self.batch, sizes.hidden, k, "e4m3" if self.fp8 else "bf16", "replicated", sizes.world_size, *more
-            )
-            config = space_for(problem, here).default("scaled_words" if self.fp8 else "words")
-            for number, layer in enumerate(self.layers):
-                options = {"scales": layer[which].scales, "quantize": "row"} if self.fp8 else {}
-                self.summing[number, which] = LinearAllReduce(layer[which].values, None, self.batch, config=config, **options)
-            self.made += [self.summing[number, which] for number in range(len(self.layers))]
-            self.apart[which] = self.measured(which, k)
-
-    def measured(self, which: int, k: int) -> bool:
-        """Whether the product, then sum and norm in one kernel, is faster than product and sum in one kernel, then the norm."""
-        a = torch.zeros(self.batch, k, device=self.world.device, dtype=torch.bfloat16)
-        x, us = a.new_zeros(self.batch, self.plan.sizes.hidden), []
-        for apart in (True, False):
-            self.apart[which] = apart
-            run = Runnable(lambda: tuple(self.boundary(n, which, a, x)[1] for n in range(len(self.layers))), a.is_cuda)
-            us.append(min(timed(self.world, run) for _ in range(8)))
-        slowest = [max(pair) for pair in zip(*self.world.gather(us, list[float]), strict=True)]
-        return slowest[0] <= slowest[1]
+        self.queries = Tuned(heads, device=self.world.device, db=db)
+        quant, prepared = "row" if self.fp8 else "none", [self.batch]
+        norm = AllReduceNorm(
+            sizes.hidden, self.batch, device=self.world.device, db=db, quant=quant, eps=EPS, sizes=prepared
+        )
+        self.rows: dict[tuple[int, int], Any] = {}
+        for number, layer in enumerate(self.layers):
+            for which in (1, 3):
+                more: Any = {"scales": layer[which].scales, "quantize": "row"} if self.fp8 else {}
+                options = {"db": db, "norm": norm, "sizes": prepared, **more}
+                self.rows[number, which] = LinearAllReduce(layer[which].values, None, self.batch, **options)
+        self.made += [self.queries, *self.rows.values(), norm]
 
     def gather(self, own: Tensor) -> Tensor:
         return self.queries(own.view(len(own), -1, self.plan.sizes.head_dim))
 
     def boundary(self, layer: int, which: int, a: Tensor, x: Tensor) -> tuple[Any, Tensor]:
-        if self.apart[which]:
-            return super().boundary(layer, which, a, x)
-        return self.normed(self.fused.of_sums(self.summing[layer, which](a, residual=x), self.norm))
+        return self.normed(self.rows[layer, which].normed(a, self.norm, x))
 
     def chosen(self) -> dict[str, str]:
-        names = {True: "product; sum and norm", False: "product and sum; norm"}
-        return {{1: "output projection", 3: "down"}[which]: names[apart] for which, apart in self.apart.items()}
+        return {name: self.way(self.rows[0, which]) for which, name in ((1, "output projection"), (3, "down"))}
+
+    def way(self, layer: Any) -> str:
+        """What `normed` of a layer runs. Layers with a weight in e4m3 know one way."""
+        if getattr(layer, "_whole", None):
+            return "one kernel"
+        apart = getattr(layer, "_apart", {}).get(self.batch, False)
+        return "product; sum and norm" if apart else f"{layer.choices[0].config or 'NCCL'}; norm"
+
+
+class NoExchange(FusedNorm):
+    """What a step takes beside its exchanges."""
+
+    def gather(self, own: Tensor) -> Tensor:
+        if not hasattr(self, "queries"):
+            self.queries = own.new_ones(self.batch, self.plan.sizes.q_heads, self.plan.sizes.head_dim)
+        return self.queries
+
+    def boundary(self, layer: int, which: int, a: Tensor, x: Tensor) -> tuple[Any, Tensor]:  # noqa: ARG002
+        return self.normed(self.fused.of_sums(self.layers[layer][which].times(a), self.norm))
 
 
 def work(world: World, plan: Plan) -> list[dict[str, Any]]:
@@ -243,10 +244,10 @@ def work(world: World, plan: Plan) -> list[dict[str, Any]]:
             ours = decoder(sizes, batch, world, torch.bfloat16, db=plan.db)
             for dtype in plan.dtypes:
                 layers = [[Weight.of(each.detach(), dtype) for each in weights] for weights in drawn]
-                kinds = zip(EDITIONS, (Step, FusedNorm, Ours), strict=True)
+                kinds = zip(EDITIONS, (Step, FusedNorm, Ours, NoExchange), strict=True)
                 steps = {name: kind(plan, world, layers, norm, caches) for name, kind in kinds}
                 x = residual(world, plan, batch, 0)
-                runs = {name: runnable(step, x, ours if name == OURS else theirs) for name, step in steps.items()}
+                runs = {name: runnable(step, x, theirs if name in (NCCL, FUSED) else ours) for name, step in steps.items()}
                 before = [check(world, plan, x, runs, batch, seed) for seed in (1, 2)]
                 times: dict[str, list[float]] = {name: [] for name in EDITIONS}
                 for number in range(plan.rounds):
@@ -280,7 +281,7 @@ def check(world: World, plan: Plan, x: Tensor, runs: dict[str, Runnable], batch:
     for run in runs.values():
         run()
     right = runs[NCCL].out[0].float()
-    errors = {name: float((run.out[0].float() - right).norm() / right.norm()) for name, run in runs.items()}
+    errors = {name: float((runs[name].out[0].float() - right).norm() / right.norm()) for name in (NCCL, FUSED, OURS)}
     return {name: error if math.isfinite(error) else math.inf for name, error in errors.items()}
 
 
@@ -292,7 +293,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--dtypes", choices=tuple(TOLERANCE), nargs="+", default=list(TOLERANCE))
     parser.add_argument("--backend", choices=("cuda", "cpu"))
-    parser.add_argument("--db", help="database of winners of attention, a path or a URL; default: yours")
+    parser.add_argument("--db", help="database of winners, a path or a URL; default: yours")
     parser.add_argument("--json", type=Path, help="file for the document")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which all ranks are killed")
     given = parser.parse_args()
@@ -311,12 +312,13 @@ def main() -> int:
         mine = of_ranks[0]
         times = {name: [max(at) for at in zip(*(each["times"][name] for each in of_ranks), strict=True)] for name in EDITIONS}
         us = {name: statistics.median(of) for name, of in times.items()}
-        ratios = {name: speedup(times[name], times[OURS]) for name in EDITIONS[:2]}
-        errors = {name: max(each["errors"][name] for each in of_ranks) for name in EDITIONS[1:]}
+        ratios = {name: speedup(times[name], times[OURS]) for name in (NCCL, FUSED)}
+        errors = {name: max(each["errors"][name] for each in of_ranks) for name in (FUSED, OURS)}
         right = right and max(errors.values()) <= TOLERANCE[mine["dtype"]]
         gains = ", ".join(f"{ratio:.2f}x [{low:.2f}, {high:.2f}] over {name}" for name, (ratio, (low, high)) in ratios.items())
         shown = ", ".join(f"{name} {value:.1f}" for name, value in us.items())
         print(f"{mine['dtype']}, batch {mine['batch']}: {shown}; autotax {gains}", flush=True)
+        print(f"  without any exchange NCCL's edition would be {us[NCCL] / us[BOUND]:.2f}x as fast")
         print(f"  differences from NCCL {errors}; {mine['chosen']}")
         document.append(mine | {"us": us, "ratios": {name: [ratio, *ends] for name, (ratio, ends) in ratios.items()}})
     if given.json:

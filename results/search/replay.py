@@ -38,8 +38,8 @@ from results.search.landscapes import Landscapes
 RECORDED = "recorded"
 NOISE = 0.015
 """Standard deviation of the noise in the latencies that a search on a surrogate receives."""
-FEWEST = 40
-"""Least number of recorded configs for a replay of a problem."""
+FEWEST, FEWEST_FITTED = 40, 12
+"""Least number of recorded configs for a replay of a problem, on them and on a surrogate."""
 STARTS, DESCENT = 12, 25
 """Configs from which descents look for the best of a surrogate, and the most steps of each descent."""
 SHARES, LOSSES = (0.01, 0.03), (12, 16)
@@ -150,7 +150,7 @@ def surrogate(file: Landscapes, key: str, kind: str, trees: Trees, seed: int = 0
     problem, hardware = file.problem(key), hardware_of(file, key)
     space = searched(problem, hardware)
     points = _recorded_us(file, key, space)
-    if len(points) < FEWEST:
+    if len(points) < FEWEST_FITTED:
         return None
     prior, memory = Prior(problem, hardware, trees), dict[Config, float]()
 

@@ -27,7 +27,7 @@ from results.search import landscapes, replay  # noqa: E402
 from results.search.held_out_priors import held_out, trees_of  # noqa: E402
 
 MODELS = Path(__file__).with_name("models")
-OPERATORS = "flash-decode", "all-gather-gemm"
+OPERATORS = "flash-decode", "all-gather-gemm", "gemm-reduce-scatter"
 KINDS = replay.RECORDED, "boosted", "forest"
 AHEAD, TRIALS = 8, 60
 NEW, BEFORE = "prior and GP, in turn with the queue", "queue, neighbours and TPE (before)"
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 @lru_cache(maxsize=8)
 def files() -> dict[str, landscapes.Landscapes]:
-    return {path.parent.name: landscapes.read(path) for path in sorted((ROOT / "results").glob("h200x[24]/landscapes.json.gz"))}
+    return {path.parent.name: landscapes.read(path) for path in sorted((ROOT / "results").glob("h*x[24]/landscapes.json.gz"))}
 
 
 @cache
@@ -114,7 +114,7 @@ def table(raw: Path) -> None:
 
 def tell(kind: str, op: str, strategies: dict[str, list[Row]]) -> None:
     problems = max(len({row["problem"] for row in played}) for played in strategies.values())
-    print(f"\n{op}, {kind}: {problems} problems of 2 and 4 H200")
+    print(f"\n{op}, {kind}: {problems} problems of 2 H100, of 2 and of 4 H200")
     if kind != replay.RECORDED:
         print(f"its error on configs left out is {trees_of(MODELS, op, kind).error:.3f} of log latency")
     losses = "after 12      after 16 (median, 95 %)"

@@ -15,7 +15,7 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from autotax.tuner import model as prior  # noqa: E402
 from results.search import landscapes  # noqa: E402
 from results.search.held_out_priors import group_of  # noqa: E402
 
-OPERATORS = ("flash-decode", "all-gather-gemm")
+OPERATORS = ("flash-decode", "all-gather-gemm", "gemm-reduce-scatter")
 FOLDS, TREES = 10, 250
 AGE = "age"
 """Later sources of the same variant that were recorded; -1, which is younger than all, where the feature is not told."""
@@ -67,7 +67,7 @@ def trials_of(op: str) -> list[Trial]:
     """All timed trials of graphs with a cold L2; of several of a config and sources the median."""
     found: dict[tuple[str, str, Config, str], list[float]] = defaultdict(list)
     problems, machines, digests = {}, {}, defaultdict(dict)
-    for path in sorted((ROOT / "results").glob("h200x[24]/landscapes.json.gz")):
+    for path in sorted((ROOT / "results").glob("h*x[24]/landscapes.json.gz")):
         file = landscapes.read(path)
         for run, result in file.of_runs():
             conditions = file.conditions[result.conditions]
@@ -104,7 +104,9 @@ def table(trials: Sequence[Trial]) -> tuple[list[str], np.ndarray, np.ndarray]:
     return names, x, np.array([math.log(t.us) - prior.log_base(t.problem) for t in trials])
 
 
-def fitted(names: list[str], x: np.ndarray, y: np.ndarray, error: float = 0.0, kind: str = "boosted") -> prior.Trees:
+def fitted(
+    names: list[str], x: np.ndarray, y: np.ndarray, error: float = 0.0, kind: str = "boosted", devices: Iterable[str] = ()
+) -> prior.Trees:
     settings, average = SURROGATES[kind], kind == "forest"
     booster = lgb.train(settings, lgb.Dataset(x, y), num_boost_round=FOREST if average else TREES)
     made = [arrays_of(tree["tree_structure"]) for tree in booster.dump_model()["tree_info"]]
@@ -116,7 +118,7 @@ def fitted(names: list[str], x: np.ndarray, y: np.ndarray, error: float = 0.0, k
     value = value / len(made) if average else value
     kinds = (np.int16, np.float32, np.int16, np.int16, np.float32)
     arrays = [a.astype(kind) for a, kind in zip((feature, threshold, left, right, value), kinds, strict=True)]
-    return prior.Trees(tuple(names), ("NVIDIA H200",), *arrays, depth=settings["max_depth"], error=error)
+    return prior.Trees(tuple(names), tuple(sorted(set(devices))), *arrays, depth=settings["max_depth"], error=error)
 
 
 def arrays_of(structure: dict[str, object]) -> list[list[float]]:
@@ -150,14 +152,15 @@ def main(folder: Path) -> None:
         predicted, without = np.zeros(len(y)), []
         for number in range(FOLDS):
             inside, outside = fold != number, fold == number
-            trees = fitted(names, x[inside], y[inside])
+            trees = fitted(names, x[inside], y[inside], devices=(trial.hardware.device for trial in trials))
             without.append(trees)
             predicted[outside] = trees.predict(x[outside])
         error = y - predicted
         close = report(op, trials, error, y)
         for number, trees in enumerate(without):
             replace(trees, error=close).save(folder / f"{op}-{number}.npz")
-        trees = fitted(names, x, y, close)
+        devices = [trial.hardware.device for trial in trials]
+        trees = fitted(names, x, y, close, devices=devices)
         path = prior.FOLDER / f"prior-{op}.npz"
         trees.save(path)
         print(f"  shipped: {len(trees.value)} trees, {path.stat().st_size / 1024:.0f} KiB, error on its own trials "
@@ -169,7 +172,7 @@ def main(folder: Path) -> None:
                 trees = fitted(names, x[part != number], y[part != number], kind=kind)
                 missed[part == number] = y[part == number] - trees.predict(x[part == number])
             error = float(np.sqrt(np.mean(missed**2)))
-            fitted(names, x, y, error, kind).save(folder / f"{op}-{kind}.npz")
+            fitted(names, x, y, error, kind, devices).save(folder / f"{op}-{kind}.npz")
             print(f"  surrogate {kind}: error {error:.3f}, median {np.median(abs(missed)):.3f} on one config in five, left out; "
                   f"{np.mean(abs(missed) < 2 * error):.1%} within two errors")  # fmt: skip
 

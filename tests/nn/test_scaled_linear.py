@@ -13,7 +13,7 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.heap import World
-from autotax.nn import AllGatherLinear, LinearAllReduce, LinearReduceScatter
+from autotax.nn import AllGatherLinear, AllReduceNorm, LinearAllReduce, LinearReduceScatter
 from autotax.operators.scaled import dequantised, laid_out, quantised, scales_of, scales_shape
 from autotax.runner.ranks import Ranks
 
@@ -102,6 +102,38 @@ CONFIGS = {
 @pytest.mark.parametrize("kind", LAYERS)
 def test_results(ranks: Ranks, kind: str, layout: str, quantize: str, tuned: bool) -> None:
     found = ranks.run(errors_of_layer, kind, layout, quantize, CONFIGS[kind] if tuned else None, timeout=120)
+    assert max(map(max, found)) < TOLERANCE
+
+
+def errors_of_normed(world: World, kind: str, quant: str) -> list[float]:
+    """Relative errors of y and of the new residual of `normed`, as it is and compiled, for x in 16 bits and in e4m3."""
+    weight, scales = weight_of("row", world.rank)
+    norm = AllReduceNorm(N, M * WORLD, dtype=torch.bfloat16, device="cpu", quant=quant)
+    given: dict[str, Any] = {"scales": scales, "norm": norm, "config": CONFIGS[kind]}
+    layer, of_codes = (LAYERS[kind](weight, None, M * WORLD, quantize=quantize, **given) for quantize in ("row", None))
+    x, total = x_of(world.rank, M), right(kind, "row", "row", world.rank, M) + 1
+    norm_weight, residual = torch.linspace(0.5, 1.5, N).bfloat16(), torch.ones(len(total), N).bfloat16()
+    wanted, of_x = torch.nn.functional.rms_norm(total, (N,), norm_weight.float(), 1e-6), scales_of(x, "row")
+    compiled = torch.compile(layer.normed, backend="aot_eager", fullgraph=True)
+    errors = []
+    with torch.no_grad():
+        results = [call(x, norm_weight, residual) for call in (layer.normed, compiled)]
+        results.append(of_codes.normed(quantised(x, of_x, "row"), norm_weight, residual, scales=of_x))
+    for y, new_residual, *of_y in results:
+        found = y.float() * of_y[0].view(-1, 1) if of_y else y.float()
+        errors.append(float((found - wanted).norm() / wanted.norm() / (8 if of_y else 1)))
+        errors.append(float((new_residual.float() - total).norm() / total.norm()))
+    world.barrier()
+    for module in (layer, of_codes, norm):
+        module.close()
+    return errors
+
+
+@pytest.mark.parametrize("quant", ["none", "row"])
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+def test_rows_come_back_normed(ranks: Ranks, kind: str, quant: str) -> None:
+    """With quantised results errors count an eighth: a code of e4m3 has 3 bits."""
+    found = ranks.run(errors_of_normed, kind, quant, timeout=120)
     assert max(map(max, found)) < TOLERANCE
 
 

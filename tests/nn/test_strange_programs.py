@@ -198,7 +198,9 @@ def test_scales_with_any_strides_are_read_as_they_are() -> None:
 
 
 OF_CODES: dict[str, tuple[Callable[[], Any], str]] = {
-    "no norm": (lambda: coded(norm=AllReduceNorm(N, M, device="cpu")), "norm is given"),
+    "no norm of a gather": (lambda: coded("gather", norm=AllReduceNorm(N, M, device="cpu")), "norm is given to an all-gather"),
+    "no other norm": (lambda: coded(norm=3), "norm is of type int"),
+    "no norm at all": (lambda: coded()[0].normed(coded()[1], torch.ones(N)), "made without a norm"),
     "no other layout": (lambda: coded(layout="kn"), "layout is given"),
     "one dimension": (lambda: LinearAllReduce(torch.zeros(16).to(CODES), None, M, scales=torch.ones(1)), "weight is [16]"),
     "a scale that is a number": (lambda: coded(scales=0.5), "scales float"),

@@ -14,8 +14,10 @@ from sqlalchemy.engine import Engine
 
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
 from autotax.db import Store
-from autotax.operators.problems import GemmReduceScatter
+from autotax.operators import registry
+from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.runner import Candidate, Measurement
 from autotax.spaces import space_for
 from autotax.tuner import Settings
@@ -115,14 +117,28 @@ def test_trees_predict_as_they_are_written(tmp_path: Path) -> None:
     assert (read.names, read.error) == (trees.names, 0.1)
 
 
-@pytest.mark.parametrize("problem", [GEMM, DECODE])
-def test_the_shipped_prior_ranks_configs_of_a_problem_and_says_nothing_of_other_devices(problem: object) -> None:
-    space = space_for(problem, H200)  # type: ignore[arg-type]
-    prior = prior_for(problem, H200)  # type: ignore[arg-type]
-    logs = prior(space.seeds())
-    assert not prior.flat and np.isfinite(logs).all() and 1.0 < np.exp(logs).min() < 1000.0 and logs.std() > 0.01
+H100 = replace(H200, device="NVIDIA H100 80GB HBM3", memory_gib=79, l2_bytes=50 << 20)
+FP8 = AllGatherGemm(512, 7168, 8192, "e4m3", world_size=2, scales="row")
+SUMS = GemmReduceScatter(512, 8192, 4096, "e4m3", world_size=2, scales="block")
+
+LEARNT = GEMM, DECODE, FP8, replace(SCATTER, world_size=2), SUMS, replace(SUMS, scales="row")
+
+
+@pytest.mark.parametrize("problem", LEARNT, ids=str)
+def test_the_shipped_prior_ranks_configs_of_a_problem_and_says_nothing_of_other_devices(problem: Problem) -> None:
+    """GEMM + Reduce-Scatter was recorded on H100 alone."""
+    for hardware in (H100,) if isinstance(problem, GemmReduceScatter) else (H200, H100):
+        space, prior = space_for(problem, hardware), prior_for(problem, hardware)
+        logs = prior(space.seeds())
+        assert not prior.flat and np.isfinite(logs).all() and 1.0 < np.exp(logs).min() < 1000.0 and logs.std() > 0.01
     amd = replace(H200, backend="rocm", device="AMD Instinct MI300X", target="hip:gfx942")
-    assert prior_for(problem, amd).flat  # type: ignore[arg-type]
+    assert prior_for(problem, amd).flat
+
+
+@pytest.mark.parametrize("problem", [FP8, SUMS, replace(SUMS, scales="tensor", operand="e5m2")], ids=str)
+def test_winners_in_e4m3_are_judged_at_other_sizes(problem: Problem) -> None:
+    """A look-up of other rows asks for the roofline of those, which took an All-Gather + GEMM in e4m3 without scales."""
+    assert registry.of(problem).roofline_us(problem) < registry.of(problem).roofline_us(replace(problem, m=65536))  # type: ignore
 
 
 @pytest.mark.volume

@@ -11,12 +11,12 @@ import runpy
 import sys
 from dataclasses import replace
 
-from autotax.tuner import finalists
+from autotax.tuner import finalists, tuning
 
 
 def main() -> None:
-    finalists.BASELINES = 1
-    finalists.CHALLENGERS = finalists.PRESSED = 2
+    for module in (finalists, tuning):  # one imports these names from the other
+        module.BASELINES, module.CHALLENGERS = 1, 2
     finalists.ROUND_EFFORT = replace(finalists.ROUND_EFFORT, seconds=0.25)
     sys.argv = ["autotax", "tune", *sys.argv[1:]]
     runpy.run_module("autotax", run_name="__main__")
