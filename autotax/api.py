@@ -33,7 +33,7 @@ from autotax.db.records import Place, Stale, stale_winners
 from autotax.hardware import Hardware, check_memory, check_world_size
 from autotax.software import Environment, environment
 from autotax.spaces import space_for
-from autotax.tuner import Comparison, Listener, Progress, Settings, Verdict
+from autotax.tuner import Comparison, Listener, Progress, Settings, Verdict, equal_code
 from autotax.tuner.comparison import Choice, baseline_for, best_of, shown_variants, trials_here
 from autotax.tuner.progress import frame
 from autotax.tuner.tuning import TimeLimit
@@ -158,14 +158,17 @@ def refresh(
 
     Candidates are your winners and the shipped ones that were measured on devices like these. Each is verified, soaked and
     measured interleaved with BSP; the new winner is stored. `problems` limits this to some problems, `conditions` to winners for
-    these conditions; `everything` includes winners that still hold. All problems together take `timeout_s` seconds at most.
+    these conditions; `everything` includes winners that still hold. All problems together take `timeout_s` seconds at most. A
+    stale winner whose kernels compile to the machine code that was proven holds without a measurement and has no result.
     """
     hardware = machine.detect(backend)
     requested = [problems] if isinstance(problems, Problem) else problems
     listener = _Calls(_ignore, on_notice or _ignore)
     with Store.open(db, create=True) as store:
+        limit = TimeLimit(timeout_s)
         stale = stale_here(store, hardware, requested, conditions, everything=everything)
-        return list(refresh_on(stale, hardware, store, lambda *_: nullcontext(listener), soak=soak, timeout_s=timeout_s))
+        unequal = stale if everything else hold_equal(stale, hardware, store, limit, listener.notice)
+        return list(refresh_on(unequal, hardware, store, lambda *_: nullcontext(listener), soak=soak, limit=limit))
 
 
 def stale_here(
@@ -182,21 +185,32 @@ def stale_here(
     return sorted(outdated, key=lambda stale: stale.problem.world_size)
 
 
+def hold_equal(
+    stale: Sequence[Stale], hardware: Hardware, store: Store, limit: TimeLimit, notice: Callable[[str], object]
+) -> list[Stale]:
+    """Stores winners that hold because their kernels compile to the machine code that was proven. Returns what has to be proven.
+    """
+    left = equal_code.hold(stale, hardware, store, limit.left)
+    reload()
+    if held := len(stale) - len(left):
+        notice(f"{held} of {len(stale)} stale winners hold: their kernels compile to equal machine code here")
+    return left
+
+
 def refresh_on(
-    stale: Sequence[Stale], hardware: Hardware, store: Store, watch: Watch, *, soak: int | None = None,
-    timeout_s: float | None = None, each_s: float | None = None,
+    stale: Sequence[Stale], hardware: Hardware, store: Store, watch: Watch, *, soak: int | None = None, limit: TimeLimit,
+    each_s: float | None = None,
 ) -> Iterator[Refreshed]:  # fmt: skip
     """Yields each problem when it is proven. All problems of a world size share one pool of ranks. Ends early when interrupted or
-    after `timeout_s` seconds. With `each_s` only the best former winner of a problem is proven, for about so many seconds.
+    at the limit. With `each_s` only the best former winner of a problem is proven, for about so many seconds.
     """
-    limit = TimeLimit(timeout_s)
     for world_size, group in groupby(stale, key=lambda item: item.problem.world_size):
         several = list(group)
         with ranks(hardware, world_size) as runner:
             for number, item in enumerate(several):
                 if not limit.left:
                     return
-                for coming in several[number + 1 : number + 2]:  # compiles its kernels ahead
+                for coming in several[number + (number > 0) : number + 2]:  # compiles its kernels ahead
                     runner.expect(coming.problem, coming.configs)
                 most = None if each_s is None else 1
                 configs = tuple(dict.fromkeys((*item.baselines[:most], *item.configs[:most])))

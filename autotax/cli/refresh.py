@@ -47,23 +47,28 @@ class RefreshOptions(LimitedOptions):
 def refresh(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOptions, where: MachineOptions) -> int:
     """Prove winners again after an upgrade: verified and measured against BSP, seconds for each problem.
 
-    Candidates are your winners and the shipped ones that were measured on devices like these with other software.
+    Candidates are your winners and the shipped ones that were measured on devices like these with other software. Those whose
+    kernels compile to equal machine code here hold without a measurement.
     """
-    from autotax.api import refresh_on, stale_here
+    from autotax.api import hold_equal, refresh_on, stale_here
     from autotax.report import documents, tables
     from autotax.report.progress_display import TuningScreen
+    from autotax.tuner.tuning import TimeLimit
 
+    limit = TimeLimit(seconds_of(which.timeout))
     hardware = where.hardware()
     conditions = deployed.conditions(hardware) if deployed.given else None
     problems = problems_of(ProblemOptions(), which.shapes, hardware) if which.shapes else None
     with where.store(create=True) as store:
         stale = stale_here(store, hardware, problems, conditions, everything=which.everything)
         stale = [winners for winners in stale if winners.problem.op in of.operators]
+        some = bool(stale)
+        if not which.everything:
+            stale = hold_equal(stale, hardware, store, limit, say)
         done = []
         watch = TuningScreen(len(stale), soak=which.soak, finalists_only=True)
         for refreshed in refresh_on(
-            stale, hardware, store, watch, soak=which.soak, timeout_s=seconds_of(which.timeout),
-            each_s=seconds_of(which.each, "each"),
+            stale, hardware, store, watch, soak=which.soak, limit=limit, each_s=seconds_of(which.each, "each"),
         ):
             done.append(refreshed)
             say(f"{len(done)} of {len(stale)}: {refreshed.verdict.problem}: {tables.refreshed_outcome(refreshed)}")
@@ -72,7 +77,7 @@ def refresh(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOptions
             where.show(lambda: tables.refreshed(done, hardware))
         if left := len(stale) - len(done):
             say(f"{left} of {len(stale)} problems are left: run `autotax refresh` again")
-        if not stale:
+        if not some:
             say("nothing to prove: no winner of these devices is stale; --all proves winners again that hold")
         elif not where.as_json:
             closing(store.url, f"autotax winners{where.again}")

@@ -85,6 +85,9 @@ class ConditionsShape(msgspec.Struct, forbid_unknown_fields=True):
     skew_us: float
 
 
+CodeDigest = Annotated[str, msgspec.Meta(max_length=Digest.length, pattern=PLAIN)]
+
+
 class EntryShape(msgspec.Struct, forbid_unknown_fields=True):
     """The fields of `Entry.to_dict`."""
 
@@ -104,6 +107,7 @@ class EntryShape(msgspec.Struct, forbid_unknown_fields=True):
     samples: dict[Name, SampleLists] | None
     tuned_at: Moment
     tuned_by: Name | None
+    machine_code: CodeDigest | None = None
 
 
 def decoded(row: object, shape: Any) -> Any:
@@ -151,6 +155,7 @@ def entry_from_json(text: msgspec.Raw) -> Entry:
         verified=True,
         samples=shape.samples,
         created_at=shape.tuned_at,
+        machine_code=shape.machine_code,
     )
     return Entry(winner, shape.tuned_by)
 
@@ -317,7 +322,8 @@ def trial_of(row: TrialRow, run: RunRecord) -> TrialRecord:
     return TrialRecord(**msgspec.structs.asdict(checked) | {"config": checked.config.config, "run": run})
 
 
-def winner_of(row: WinnerRow, with_samples: bool) -> WinnerRecord:
+def winner_of(row: WinnerRow, with_samples: bool, measured: object) -> WinnerRecord:
+    """The winner of a row. `measured` are the conditions of its trial; None without one."""
     checked = decoded(row, _WinnerShape)
     values = msgspec.structs.asdict(checked) | {"config": checked.config.config, "baseline": checked.baseline.config}
     return WinnerRecord(
@@ -325,6 +331,7 @@ def winner_of(row: WinnerRow, with_samples: bool) -> WinnerRecord:
         hardware=hardware_of(row.hardware),
         environment=environment_of(row.environment),
         samples=decoded(row.samples, dict[Name, SampleLists] | None) if with_samples else None,
+        machine_code=decoded(measured or {}, _MeasuredShape).machine_code,
         **values | {"conditions": conditions_of(checked.conditions)},
     )
 
@@ -380,6 +387,12 @@ class _DeployedShape(msgspec.Struct):
     l2: str = "cold"
     skew_us: Annotated[float, msgspec.Meta(ge=0.0, le=LONGEST_SKEW_US)] = 0.0
     stage: str = ""
+
+
+class _MeasuredShape(msgspec.Struct):
+    """The field of a trial's conditions that belongs to its winner."""
+
+    machine_code: CodeDigest | None = None
 
 
 class _WinnerShape(msgspec.Struct):

@@ -123,6 +123,8 @@ class WinnerRecord:
     """All finalists of the round, by config digest."""
     conditions: Conditions = field(default_factory=Conditions)
     """The conditions of the finalist round."""
+    machine_code: str | None = None
+    """Digest of the machine code that was measured; None where unknown. The store keeps it with the trial."""
 
     created_at: datetime | None = field(default=None, compare=False)
 
@@ -132,6 +134,11 @@ class WinnerRecord:
         world_size, conditions = self.problem.world_size, self.conditions.key
         where = self.hardware.digest, self.kernel_digest
         return (self.problem.key, *where, world_size, self.comm, conditions, self.environment.triton)
+
+    @property
+    def known_code(self) -> dict[str, str]:
+        """The digest of its machine code as a field of files and trials, which lack it where it is unknown."""
+        return {"machine_code": self.machine_code} if self.machine_code else {}
 
     @property
     def comm(self) -> str:
@@ -190,7 +197,7 @@ class Entry:
             "samples": winner.samples,
             "tuned_at": winner.created_at.isoformat() if winner.created_at else None,
             "tuned_by": self.by,
-        }
+        } | winner.known_code
 
     @cached_property
     def digest(self) -> str:

@@ -1,4 +1,4 @@
-"""Proof before a look-up: a separate process, `autotax refresh`, proves stale winners again.
+"""Proof before a look-up: a separate process, `autotax refresh`, compares the machine code of stale winners or proves them again.
 
 The process starts its own ranks, so a config that hangs or crashes cannot harm the calling program. It ends in time; winners
 proven by then are in the database. So is each failure: a problem is tried once under one software, until `autotax refresh` or
@@ -145,10 +145,10 @@ class Proof:
     """The difference of the first problem, for instance `triton 3.6.0 (here 3.8.0)`."""
 
     def __str__(self) -> str:
-        """`2 of 3 stale winners were proven again, triton 3.6.0 (here 3.8.0): push 1, bsp 1`"""
+        """`2 of 3 stale winners hold again, triton 3.6.0 (here 3.8.0): push 1, bsp 1`"""
         whole = len(self.variants) + len(self.unproven)
         counted = ", ".join(f"{variant} {count}" for variant, count in Counter(self.variants.values()).most_common())
-        return f"{len(self.variants)} of {whole} stale winners were proven again, {self.why}{counted and f': {counted}'}"
+        return f"{len(self.variants)} of {whole} stale winners hold again, {self.why}{counted and f': {counted}'}"
 
 
 def listed(unproven: Mapping[Problem, str]) -> str:

@@ -161,12 +161,16 @@ class Store:
     def winners(self, *, with_samples: bool = True) -> list[WinnerRecord]:
         """All winners, stale ones too, the oldest first. Without their samples they are quick to load."""
         query = (
-            select(WinnerRow).join(WinnerRow.problem).where(ProblemRow.op.in_(list(operators()))).order_by(WinnerRow.created_at)
+            select(WinnerRow, TrialRow.conditions)
+            .join(WinnerRow.problem)
+            .outerjoin(TrialRow, WinnerRow.trial_id == TrialRow.id)
+            .where(ProblemRow.op.in_(list(operators())))
+            .order_by(WinnerRow.created_at)
         )
         if not with_samples:
             query = query.options(defer(WinnerRow.samples))
         with self._reading() as session:
-            return [formats.winner_of(row, with_samples) for row in session.scalars(query)]
+            return [formats.winner_of(row, with_samples, measured) for row, measured in session.execute(query)]
 
     def known_winners(self) -> list[IndexedWinner]:
         """All winners, stale ones too, as far as look-ups need them."""
@@ -176,7 +180,7 @@ class Store:
     def entries(self, ops: Sequence[str], backends: Sequence[str]) -> list[Entry]:
         """The winners of these operators and backends, the oldest first. Imported winners have their author."""
         query = (
-            select(WinnerRow, RunRow.settings)
+            select(WinnerRow, TrialRow.conditions, RunRow.settings)
             .join(WinnerRow.problem)
             .join(WinnerRow.hardware)
             .join(TrialRow, WinnerRow.trial_id == TrialRow.id)
@@ -185,7 +189,7 @@ class Store:
             .order_by(WinnerRow.created_at, WinnerRow.trial_id)
         )
         with self._reading() as session:
-            return [entry_of(row, settings) for row, settings in session.execute(query)]
+            return [entry_of(*found) for found in session.execute(query)]
 
     def merge(self, entries: Sequence[Entry], source: str) -> list[MergeOutcome]:
         """Imports winners that were tuned elsewhere, all or none. Of two winners with the same key the better proven one stays.
@@ -311,10 +315,10 @@ class MergeOutcome:
     reason: str = ""
 
 
-def entry_of(row: WinnerRow, settings: Mapping[str, Any]) -> Entry:
-    """The entry for a stored winner and the settings of the run that found it."""
+def entry_of(row: WinnerRow, measured: Mapping[str, Any], settings: Mapping[str, Any]) -> Entry:
+    """The entry for a stored winner, the conditions of its trial, and the settings of the run that found it."""
     origin = formats.decoded(settings, _Settings).imported_from
-    return Entry(formats.winner_of(row, with_samples=True), origin.by if origin else None)
+    return Entry(formats.winner_of(row, True, measured), origin.by if origin else None)
 
 
 def take_in(session: Session, entry: Entry, source: str) -> MergeOutcome:
@@ -337,7 +341,7 @@ def take_in(session: Session, entry: Entry, source: str) -> MergeOutcome:
 
 def _with_origin(session: Session, row: WinnerRow) -> Entry:
     if (trial := session.get(TrialRow, row.trial_id)) and trial.run:
-        return entry_of(row, trial.run.settings)
+        return entry_of(row, trial.conditions, trial.run.settings)
     raise Malformed(f"the winner of {row.problem_key!r} names no trial")
 
 
@@ -432,5 +436,5 @@ def _trial(winner: WinnerRecord) -> TrialRecord:
         latency_us=winner.latency_us,
         samples=(winner.samples or {}).get(winner.config.digest),
         verified=winner.verified,
-        conditions=winner.conditions.to_dict() | {"stage": "finalists"},
+        conditions=winner.conditions.to_dict() | {"stage": "finalists"} | winner.known_code,
     )

@@ -173,4 +173,4 @@ def _decide(source: Source, residual: Tensor, group: Any, fused: Norm, alone: No
     chosen = summed_first[power_of_two(len(x))] = slowest[1] < slowest[0]
     first = "sums with its product" if chosen else "leaves its sum to the norm"
     name = cast(str, getattr(layer, "prefix", "")) or type(layer).__name__
-    log.info("autotax: %s %s for %d tokens (%.1f against %.1f us)", name, first, len(x), min(slowest), max(slowest))
+    log.info("autotax: %s %s for %d tokens, which saves %.1f us", name, first, len(x), max(slowest) - min(slowest))

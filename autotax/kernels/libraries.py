@@ -78,9 +78,9 @@ class Nccl(Kernel[Any]):
         super().__init__(problem, config, _with_protocol(context, self.PROTOCOL))
         self.outer = context
 
-    def __call__(self, *tensors: Any) -> None:
+    def __call__(self, *tensors: Any, **added: Any) -> None:
         if not self.outer.dry:  # the context with the protocol is a copy, which does not know
-            super().__call__(*tensors)  # type: ignore[safe-super]
+            super().__call__(*tensors, **added)  # type: ignore[safe-super]
 
 
 def _with_protocol(context: Context, protocol: str) -> Context:

@@ -63,7 +63,7 @@ def of(documents: Sequence[Document]) -> list[Ladder]:
 
 
 def _ladder(document: Document) -> Ladder:
-    rows = {row["name"]: row for row in document["rows"] if row["verified"] and row["latency_us"] is not None}
+    rows = {row["name"]: row for row in document["rows"] if row["verified"] and (row["latency_us"] or 0.0) > 0.0}
     rungs = [variant.name for variant in named(document["problem"]["op"]).ladder]
     present = [rows[variant] for variant in rungs if variant in rows]
     befores = [None, *present][: len(present)]

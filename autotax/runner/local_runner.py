@@ -361,6 +361,7 @@ class LiveRunner:
             conditions = [condition | beside for condition in conditions]
         notices = self._notices(yardsticks, effort)
         ranks_s = max(report.seconds for report in reports) / len(candidates)
+        conditions = [condition | self._code(problem, each) for condition, each in zip(conditions, candidates, strict=True)]
         measurements = [
             Measurement.merge(candidate, [report.accounts[i] for report in reports], conditions[i])
             for i, candidate in enumerate(candidates)
@@ -430,6 +431,11 @@ class LiveRunner:
         if self.hardware.backend == "rocm":
             return look_amd(device_addresses(self.pool.world_size), ours)
         return ()
+
+    def _code(self, problem: Problem, candidate: Candidate) -> dict[str, str]:
+        """The digest of the candidate's machine code, where a compiler has compiled it."""
+        code = self.compilers.code(problem, candidate.config) if self.compilers else None
+        return {"machine_code": code} if code else {}
 
     def _conditions(self, candidate: Candidate) -> dict[str, Any]:
         """The conditions of the measurement, as stored with it."""

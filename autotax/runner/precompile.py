@@ -18,7 +18,7 @@ from autotax.core.config import Config
 from autotax.core.errors import described
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
-from autotax.kernels.resources import Resources
+from autotax.kernels.resources import Resources, machine_code
 from autotax.operators import load, loaded
 from autotax.runner.measurement import Compilation, CompilerAnswer, CompilerReady
 from autotax.runner.processes import Child, ForkServer, die_with_parent, full_disk
@@ -68,6 +68,10 @@ class CompileAhead:
         """Whether there is an outcome for this config."""
         self.pump()
         return Compilation(problem, config, self.hardware) in self._outcomes
+
+    def code(self, problem: Problem, config: Config) -> str | None:
+        """Digest of a config's machine code; None where it is unknown, as before there is an outcome."""
+        return machine_code(self.outcome(problem, config).kernels) if self.ready(problem, config) else None
 
     def outcome(self, problem: Problem, config: Config) -> CompilerAnswer:
         """Waits for the outcome of a compilation. The wait is bounded by the deadlines of the tasks before it and its own."""

@@ -71,7 +71,7 @@ def test_one_document(run: Run, compilers: Compilers) -> None:
     pull, push = result.results
     assert result.code == 1 and result.whole["about"]["target"] == "cuda:90"
     assert (pull["variant"], pull["status"], pull["error"]) == ("pull", "ok", None)
-    assert pull["kernels"][1] == {"kernel": "pull_kernel", "shared": 180_224, "registers": 210, "local": 48}
+    assert pull["kernels"][1] == {"kernel": "pull_kernel", "shared": 180_224, "registers": 210, "local": 48, "code": ""}
     assert (push["variant"], push["status"], push["kernels"]) == ("push", "compile_error", [])
 
 

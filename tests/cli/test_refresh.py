@@ -42,7 +42,7 @@ def test_proves_what_is_stale_only_in_software(run: Run, tuner: Tuner, ranks: Ra
     assert configs == (default(PROBLEM, "bsp"), default(PROBLEM, "push")), "the former winner and its BSP"
     assert settings.soak == 7 and settings.conditions == Conditions("eager", "warm")
     assert ranks.started == [2] and ranks.closed == 1, "one pool of ranks"
-    assert ranks.expected == [tuner.proven[1][0]], "the next problem compiles meanwhile"
+    assert ranks.expected == [problem for problem, *_ in tuner.proven], "kernels compile while ranks start or measure others"
     assert "push is 1.25x faster than BSP" in result.err and "problem 2 of 2" in result.err
     assert f"stored in {db}; next: autotax winners" in result.err
     assert result.out.count(" kept") == 2

@@ -86,6 +86,7 @@ def test_those_of_the_package_hold_for_the_sources_of_today() -> None:
     assert len(entries) >= 136
     stale = {str(won.config) for won in entries if won.kernel_digest != variant_digest(won.problem.op, won.config.variant)}
     assert not stale
+    assert all(won.machine_code or won.config.variant == "bsp" for won in entries), "results/versions/machine_code.py keep"
 
 
 def test_those_of_the_package_answer_where_sources_are_as_they_were(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

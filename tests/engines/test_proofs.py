@@ -35,7 +35,7 @@ def test_vllm_proves_by_default_what_its_layers_meet_and_does_it_once(ranks: Ran
     (lines, begun, sums), (others, none, _) = ranks.run(checks.vllm_proving, db, "7", False)
     assert begun == [problem.key for problem in (*REDUCED, MERGED)], "rank 0 proves those of each layer together"
     proven = [line for line in lines if "stale" in line]
-    assert proven[0].startswith("autotax: 2 of 2 stale winners were proven again, triton 3.0.0 (here "), proven
+    assert proven[0].startswith("autotax: 2 of 2 stale winners hold again, triton 3.0.0 (here "), proven
     assert ": push 2, in " in proven[0] and ": gather 1, in " in proven[1]
     assert none == [] and not any("stale" in line for line in others) and sums == 0
     for _, begun, sums in ranks.run(checks.vllm_proving, db, "7", False):

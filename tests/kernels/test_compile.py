@@ -354,6 +354,34 @@ def test_a_bias_and_a_residual_are_arguments_where_they_are_added_alone(
     assert added == {"bias", "residual", "added"}
 
 
+def _compile_smaller(problem: Problem, variant: str, smaller: Problem, sizes: dict[str, tuple[int, ...]]) -> list[Compiled]:
+    """Rehearses a call of a smaller problem with addends of these sizes, by the kernel of a problem."""
+    fix_cache_keys()
+    hardware, nobody = known_hardware("cuda:90"), None
+    world = World(0, problem.world_size, "meta", META, nobody, nobody, nobody)  # type: ignore[arg-type]
+    config = Config(variant) if variant.startswith("nccl") else space_for(problem, hardware).default(variant)
+    kernel = prepare(problem, config, Context(world, MetaHeap(world, 1 << 40), hardware))
+    call, fit = make_inputs(smaller, 0, 0, META), kernel.fitted(smaller)
+    assert fit is not None
+    with pretend(hardware.target), kernel.context.rehearsal() as compiled:
+        fit(*call.tensors, call.out, **{name: call.out.new_empty(size) for name, size in sizes.items()})
+    return compiled
+
+
+@pytest.mark.parametrize("variant", ["copy_engine", "decomposed"])
+def test_fewer_sequences_and_tokens_are_attended_by_the_kernel_of_more(compilers: ProcessPoolExecutor, variant: str) -> None:
+    """The second slot of an inbox begins where it does for all tokens, which no box of both slots can tell."""
+    problem = GatherAttention(2, 8, 2, 128, 2048, "bf16", 2, layout="zigzag")
+    for smaller in (replace(problem, batch=1), replace(problem, seq_len=1024)):
+        assert compilers.submit(_compile_smaller, problem, variant, smaller, {}).result()
+
+
+@pytest.mark.parametrize("variant", ["nccl_ll", "nccl_ll128"])
+def test_a_baseline_with_a_protocol_adds_what_calls_bring(compilers: ProcessPoolExecutor, variant: str) -> None:
+    problem = GemmReduceScatter(64, 256, 512, "bf16", "replicated", 2)
+    compilers.submit(_compile_smaller, problem, variant, problem, {"bias": (256,), "residual": (64, 256)}).result()
+
+
 @pytest.fixture(scope="module")
 def push(compilers: ProcessPoolExecutor) -> str:
     """PTX of `push` for an H200."""

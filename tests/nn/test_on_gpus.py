@@ -202,6 +202,8 @@ def replayed_scaled(world: World, layer_of: type[Any], quantize: str, variant: s
     return max(errors)
 
 
+OF_SUMS = 8e-3
+"""Two sums in bf16, their sum, a bias and a residual round four times: 5.2e-3 of these inputs by itself."""
 SCALED = [
     (AllGatherLinear, "row", "scaled_packets", FEW, False),
     (AllGatherLinear, "row", "scaled_packets", FEW // 2, True),
@@ -219,7 +221,8 @@ SCALED = [
 def test_a_captured_layer_with_an_fp8_weight_is_right(
     gpus: Ranks, layer_of: type[Any], quantize: str, variant: str, most: int, compiled: bool
 ) -> None:
-    assert max(gpus.run(replayed_scaled, layer_of, quantize, variant, most, compiled, timeout=240)) <= TOLERANCE["bf16"]
+    allowed = TOLERANCE["bf16"] if layer_of is AllGatherLinear else OF_SUMS
+    assert max(gpus.run(replayed_scaled, layer_of, quantize, variant, most, compiled, timeout=240)) <= allowed
 
 
 INVARIANT = [(AllGatherLinear, "copy_engine"), (LinearReduceScatter, "push_specialized"), (LinearAllReduce, "push")]

@@ -52,6 +52,14 @@ def test_what_each_step_won(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("nothing", [0.0, -1.0])
+def test_a_step_that_took_no_time_is_left_out(nothing: float) -> None:
+    """In place the time of a call is a difference, so noise may leave nothing of a short one."""
+    (only,) = ladder.of([a_document(1, a_row("bsp", 40.0), a_row("fused", 20.0), a_row("single", nothing))])
+    assert [step.variant for step in only.steps] == ["bsp", "fused"] and only.whole == 2.0
+    assert ladder.of([a_document(1, a_row("bsp", nothing), a_row("fused", 20.0))]) == []
+
+
 @pytest.mark.parametrize("content", ["not JSON", "[1]", "[]", json.dumps(DOCUMENTS[2:])])
 def test_a_file_without_a_ladder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     file = tmp_path / "compare.json"

@@ -16,12 +16,15 @@ import pytest
 from autotax.core.conditions import ON_CPU
 from autotax.core.config import Config
 from autotax.core.errors import MachineError, UsageError
+from autotax.core.problem import Problem
 from autotax.digests import kernel_digest
 from autotax.hardware import Hardware
+from autotax.kernels.resources import Resources, machine_code
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.runner.local_runner import GroupLost
-from autotax.runner.measurement import TimeIsUp
+from autotax.runner.measurement import CompilerAnswer, TimeIsUp
+from autotax.runner.precompile import CompileAhead
 from autotax.runner.processes import Child, ForkServer
 from autotax.spaces import space_for
 from tests.runner.small import CPU, GEMM, QUICK, measure
@@ -73,6 +76,22 @@ def test_measures_every_variant_verified_and_interleaved(runner: LiveRunner, pro
         assert (measurement.status, measurement.error) == ("ok", None)
         assert measurement.relative_error is not None and measurement.relative_error < 1e-5
         assert len(measurement.samples) == 2 and len(measurement.rounds) >= 3
+
+
+def test_a_trial_has_the_machine_code_that_a_compiler_made(runner: LiveRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compilers(CompileAhead):
+        def outcome(self, problem: Problem, config: Config) -> CompilerAnswer:
+            kernels = (Resources("push_kernel", 0, code="0123"),) if config.variant == "push" else ()
+            return CompilerAnswer(None, kernels=kernels)
+
+        def ready(self, problem: Problem, config: Config) -> bool:
+            return True
+
+    monkeypatch.setattr(runner, "compilers", Compilers(CPU, 1))
+    push, bsp = measure(runner, "push", "bsp")
+    assert push.conditions["machine_code"] == machine_code([Resources("push_kernel", 9, code="0123")])
+    assert "machine_code" not in bsp.conditions, "it has no kernel of its own"
+    assert machine_code([Resources("push_kernel", 0, code="0123"), Resources("open_slot", 0)]) is None
 
 
 @pytest.mark.sampled(by=lambda fault: {"fate": FATE_LIKE.get(fault, fault)})
