@@ -283,10 +283,10 @@ def test_ranks_that_do_not_start_again_at_once_are_given_another_chance(monkeypa
     measure(live, "bsp")
     start, refusals = live.pool.start, [GroupLost("crash", "no memory yet"), GroupLost("crash", "no memory yet")]
 
-    def reluctant() -> object:
+    def reluctant(*until: float) -> object:
         if refusals:
             raise refusals.pop()
-        return start()
+        return start(*until)
 
     monkeypatch.setattr(live.pool, "start", reluctant)
     live.pool.kill()
