@@ -26,6 +26,12 @@ RESULTS = Path(__file__).parent
 OPERATORS = {"all-gather-gemm": "All-Gather + GEMM", "flash-decode": "Flash Decode"}
 NEWER = {"gemm-reduce-scatter": "GEMM + Reduce-Scatter", "decode-merge": "Decode merge"}
 HOSTS = {"h200x4": ("4 x H200", OPERATORS), "h200x2": ("2 x H200", OPERATORS), "h100x2": ("2 x H100", NEWER)}
+IN_PLACE = (
+    ("h100x2/all-reduce-norm", "all-reduce-norm", "All-reduce + norm*, 2 x H100"),
+    ("h100x2/fp8", "all-gather-gemm", "FP8 All-Gather + GEMM*, 2 x H100"),
+    ("h100x2/fp8", "gemm-reduce-scatter", "FP8 GEMM + Reduce-Scatter*, 2 x H100"),
+)
+"""Folders of `tables.py`, an operator of each, and their rows of the table."""
 LEFT, AXIS, ROW = 190, 420, 17
 """Pixels: of the names, of the axis, of a problem."""
 MOST = 2.4
@@ -67,16 +73,25 @@ def best_alternative(comparison: dict[str, Any]) -> float:
     return over_bsp(comparison) / float(comparison["speedup_vs_best_peer"])
 
 
+def in_place(folder: str, operator: str) -> list[dict[str, Any]]:
+    """The comparisons of an operator in a folder of `tables.py`, of configs that ship."""
+    lines = lzma.decompress((RESULTS / folder / "comparisons.jsonl.xz").read_bytes()).splitlines()
+    return [each for each in map(json.loads, lines) if each["problem"]["op"] == operator and ships(each)]
+
+
 def table() -> list[str]:
     """The rows of the README's table: geometric means, in parentheses the least and the greatest."""
+    groups = [
+        (f"{name}, {machine}", comparisons(host, operator))
+        for host, (machine, operators) in HOSTS.items()
+        for operator, name in operators.items()
+    ]
     rows = []
-    for host, (machine, operators) in HOSTS.items():
-        for operator, name in operators.items():
-            found = comparisons(host, operator)
-            bsp = [over_bsp(each) for each in found]
-            alternative = [float(each["speedup_vs_best_peer"]) for each in found]
-            spans = [f"{geometric_mean(some):.2f}x ({min(some):.2f}-{max(some):.2f})" for some in (bsp, alternative)]
-            rows.append(f"| {name}, {machine} | {len(found)} | {spans[0]} | {spans[1]} |")
+    for name, found in [*groups, *((name, in_place(folder, operator)) for folder, operator, name in IN_PLACE)]:
+        bsp = [over_bsp(each) for each in found]
+        alternative = [float(each["speedup_vs_best_peer"]) for each in found]
+        spans = [f"{geometric_mean(some):.2f}x ({min(some):.2f}-{max(some):.2f})" for some in (bsp, alternative)]
+        rows.append(f"| {name} | {len(found)} | {spans[0]} | {spans[1]} |")
     return rows
 
 
