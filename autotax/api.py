@@ -24,8 +24,9 @@ from autotax import runner as runners
 from autotax import tuner
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config, Value
+from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.core.settings import as_deployed
+from autotax.core.settings import TRIAL_STATUSES, as_deployed
 from autotax.db import Store, TrialRecord, shipped
 from autotax.db.lookup import lookup, reload
 from autotax.db.records import Place, Stale, stale_winners
@@ -48,9 +49,14 @@ Watch = Callable[[Problem, Hardware], AbstractContextManager[Listener]]
 """Makes the listener of a problem's run."""
 
 
+NO_PROBLEM = "problem is {!r}; it must be a problem, as autotax.AllGatherGemm(m=512, n=7168, k=8192): give one"
+
+
 def check(problems: Sequence[Problem], hardware: Hardware) -> None:
     """Raises UsageError for problems that the machine cannot run, before anything is started or written."""
     for problem in problems:
+        if not isinstance(problem, Problem):
+            raise UsageError(NO_PROBLEM.format(problem))
         check_world_size(hardware, problem.world_size)
         check_memory(hardware, problem)
 
@@ -224,8 +230,8 @@ class Trials(list[TrialRecord]):
     """Trials of the database, in the order in which they were stored."""
 
     def __repr__(self) -> str:
-        statuses = Counter(trial.status for trial in self)
-        return f"<Trials: {len(self)} ({', '.join(f'{count} {status}' for status, count in statuses.items())})>"
+        statuses = ", ".join(f"{count} {status}" for status, count in Counter(trial.status for trial in self).items())
+        return f"<Trials: {len(self)} ({statuses or 'none'})>"
 
     def to_frame(self) -> Any:
         """A `pandas.DataFrame` with a row for each trial. Raises UsageError without pandas."""
@@ -246,6 +252,10 @@ class Trials(list[TrialRecord]):
 
 def trials(problem: Problem | None = None, *, status: str | None = None, db: str | Path | None = None) -> Trials:
     """The stored trials of a problem, or of all problems: `autotax trials`. `status` selects, for instance `ok`."""
+    if not isinstance(problem, Problem | None):
+        raise UsageError(NO_PROBLEM.format(problem))
+    if status is not None and status not in TRIAL_STATUSES:
+        raise UsageError(f"status is {status!r}; allowed are {', '.join(TRIAL_STATUSES)}: give one of these")
     with Store.open(db, create=False) as store:
         return Trials(store.trials(problem, status=status))
 

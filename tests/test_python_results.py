@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -65,6 +66,16 @@ def test_results_become_data_frames(tmp_path: Path) -> None:
     with Store.open(f"sqlite:///{tmp_path}/a.db") as store:
         tune(store, SyntheticRunner(gemm_landscape), trials=4)
         assert {"variant", "latency_us", "stage"} <= autotax.trials(db=store.url).to_frame()[0].keys()
+
+
+def test_what_is_no_problem_and_no_status_is_refused(tmp_path: Path) -> None:
+    db, word = f"sqlite:///{tmp_path}/a.db", cast(Any, "all-gather-gemm")
+    for function in (autotax.trials, autotax.tune, autotax.compare):
+        with pytest.raises(autotax.UsageError, match=r"problem is 'all-gather-gemm'; it must be a problem, as autotax\.All"):
+            function(word, db=db)
+    with pytest.raises(autotax.UsageError, match="status is 'okk'; allowed are ok, "):
+        autotax.trials(status="okk", db=db)
+    assert repr(autotax.trials(db=db)) == "<Trials: 0 (none)>" and not list(tmp_path.iterdir())
 
 
 def test_without_pandas_a_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from autotax.cli.messages import (
     hold_the_first_three,
     say,
 )  # fmt: skip
-from autotax.core.errors import MachineError, UsageError, did_you_mean, limit_met
+from autotax.core.errors import MachineError, UsageError, did_you_mean, in_a_module, limit_met
 from autotax.operators import load, operators
 from autotax.operators.registry import broken
 
@@ -332,5 +332,7 @@ def _run(arguments: list[str], commands: Mapping[str, Command], program: str) ->
             why = getattr(error, "orig", None) or error  # the error of SQLAlchemy itself repeats the statement
             return end(f"the database failed ({type(why).__name__}: {why}): run the same command again to go on", 1)
         if not hasattr(error, "format_message"):
+            if said := in_a_module(error):
+                return end(f"a module from outside fails: {said}: mend it, or take it out", 1)
             raise
         return end(explained(error, options.operator_named(arguments)), 2)

@@ -94,13 +94,16 @@ FOREIGN = re.compile(r"/(site-packages|dist-packages|lib/python3[^/]*)/|^<")
 
 def described(error: BaseException) -> str:
     """`NameError: name 'x' is not defined (push.py:32)`, and the traceback from its first foreign frame on."""
-    places = list(_places(error))
-    own = [place for place in places if not FOREIGN.search(place[0]) and PACKAGE not in Path(place[0]).parents]
-    kernels = [place for place in places if PACKAGE / "kernels" in Path(place[0]).parents]
-    file, line = _in_kernel(error) or (own or kernels or [("", 0)])[-1]
+    kernels = [place for place in _places(error) if PACKAGE / "kernels" in Path(place[0]).parents]
+    file, line = _in_kernel(error) or (_authors(error) or kernels or [("", 0)])[-1]
     where = f" ({Path(file).name}:{line})" if file else ""
     text = "".join(traceback.format_exception(error)).partition(MARK.lstrip("\n"))[2]
     return f"{type(error).__name__}: {str(error)[-LONGEST:]}{where}{MARK}{text.rstrip()[-LONGEST_TRACEBACK:]}"
+
+
+def in_a_module(error: BaseException) -> str:
+    """The error on one line, with the place, if it comes out of code of the user's; else nothing."""
+    return summary(described(error)) if _authors(error) else ""
 
 
 def summary(text: str) -> str:
@@ -134,6 +137,11 @@ def _places(error: BaseException) -> Iterator[tuple[str, int]]:
     for link in chain:
         for frame in traceback.extract_tb(link.__traceback__):
             yield frame.filename, frame.lineno or 0
+
+
+def _authors(error: BaseException) -> list[tuple[str, int]]:
+    """The places in files that belong neither to this package nor to an installed one."""
+    return [(file, line) for file, line in _places(error) if not FOREIGN.search(file) and PACKAGE not in Path(file).parents]
 
 
 def _in_kernel(error: BaseException) -> tuple[str, int] | None:

@@ -166,7 +166,7 @@ def summary(verdicts: Sequence[Verdict]) -> Group:
     """The outcome of many problems, one line each."""
     noise = {verdict.problem: scatter_of(verdict) for verdict in verdicts}
     table = grid("summary", max(noise.values(), default=""), *dict.fromkeys(place(verdict.hardware) for verdict in verdicts))
-    columns(table, "problem", "winner", "median us>", "vs BSP>")
+    columns(table, "problem", "winner|", "median us>", "vs BSP>")
     for verdict in verdicts:
         winner = verdict.winner
         table.add_row(
@@ -181,15 +181,16 @@ def summary(verdicts: Sequence[Verdict]) -> Group:
 
 def refreshed(outcomes: Sequence[Refreshed], hardware: Hardware) -> Table:
     """Former winners with their former and their new figures, one line each."""
-    table = grid("refreshed", place(hardware))
-    columns(table, "problem", "former winner", "was>", "is>", "outcome|")
-    for result in outcomes:
+    noise = [scatter_of(result.verdict) for result in outcomes]
+    table = grid("refreshed", max(noise, default=""), place(hardware))
+    columns(table, "problem", "former winner|", "was>", "is>", "outcome|")
+    for result, scatters in zip(outcomes, noise, strict=True):
         former, winner = result.stale.winners[0], result.verdict.winner
         table.add_row(
             f"{title(former.problem)} ({former.conditions.key})",
             Text(former.config.variant),
             times(former.speedup),
-            times(winner.speedup if winner else None),
+            times(winner.speedup if winner and not scatters else None),
             Text(result.outcome + ", a tie" * result.verdict.tie, REFRESHED_STYLES.get(result.outcome, "red")),
         )
     return table
@@ -201,7 +202,7 @@ def refreshed_outcome(outcome: Refreshed) -> str:
     if winner is None:
         ends = {"interrupted": "interrupted", "late": "the time limit came first"}
         return ends.get(outcome.outcome, "nothing could be verified")
-    if outcome.outcome == "bsp" and winner.measurement.config.variant == "bsp":
+    if winner.measurement.config.variant == "bsp":
         return "differences are within noise; BSP is kept" if outcome.verdict.tie else "BSP wins: no former winner is faster here"
     return f"{winner.measurement.config.variant} is {faster(winner.speedup)}"
 

@@ -356,7 +356,11 @@ class Bench:
 
     def _check(self, seed: int, result: Tensor) -> None:
         self.check_waits()
-        self.check_error(relative_error(result, self.inputs.reference(seed), self.inputs.get(seed)), f"on input set {seed}")
+        reference, call = self.inputs.reference(seed), self.inputs.get(seed)
+        if result.shape != reference.right.shape:
+            shapes = f"of shape {list(result.shape)}, its reference {list(reference.right.shape)}"
+            raise WrongResult(f"rank {self.context.rank}: the result is {shapes}")
+        self.check_error(relative_error(result, reference, call), f"on input set {seed}")
 
 
 # The soak: thousands of replays with ranks that arrive at random times and inputs that change, every output compared.

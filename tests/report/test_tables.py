@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 
+from autotax.api import Refreshed
 from autotax.core.conditions import ON_CPU, Conditions
 from autotax.core.config import Config
 from autotax.db.records import RunRecord, TrialRecord
@@ -191,6 +194,18 @@ def test_samples_of_cpu_ranks_that_scatter_give_no_ratios() -> None:
     standings = (replace(verdict.standings[0], measurement=wild), *verdict.standings[1:])
     told = seen(tables.finalists(replace(verdict, standings=standings, winner=standings[0])))
     assert "push wins; 60 trials" in told and "1.31x" not in told
+
+
+def test_a_refresh_says_that_bsp_is_kept_and_shows_no_ratio_of_scattered_samples() -> None:
+    wild = replace(a_measurement(80.0), samples=(tuple(80.0 * 50 ** (i % 2) for i in range(20)),))
+    verdict, standing = a_verdict(CPUS), Standing(wild, 1.31, (1.28, 1.33))
+    noisy = replace(verdict, winner=standing, standings=(standing,))
+    former = SimpleNamespace(problem=PROBLEM, conditions=ON_CPU, config=Config.of("push"), speedup=1.25)
+    stale: Any = SimpleNamespace(winners=[former], configs=[Config.of("bsp")])
+    told = seen(tables.refreshed([Refreshed(stale, noisy)], CPUS))
+    assert "1.25x" in told and "1.31x" not in told and "scatter 50-fold" in told
+    kept = Refreshed(stale, replace(verdict, winner=verdict.standings[2]))
+    assert tables.refreshed_outcome(kept) == "BSP wins: no former winner is faster here"
 
 
 def test_scattered_problems_are_in_no_mean() -> None:

@@ -70,6 +70,12 @@ class Faulty(Bsp):
         """Damages the result; does nothing by default."""
 
 
+class WrongShape(Faulty):
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:  # type: ignore[override]
+        super().__call__(a, b, out)
+        return out[:-1] if self.context.rank == CULPRIT else out
+
+
 class WrongElement(Faulty):
     def harm(self, out: Tensor) -> None:
         out[3, 5] = out[3, 5] * -1 + 1
@@ -348,6 +354,7 @@ class DoesNotCompile(Bsp):
 
 VARIANTS = {
     "wrong_element": WrongElement,
+    "wrong_shape": WrongShape,
     "skips_tile": SkipsTile,
     "loses_small": LosesSmall,
     "loses_nan": LosesNaN,

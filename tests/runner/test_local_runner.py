@@ -34,6 +34,7 @@ BSP = Candidate(Config("bsp"), ON_CPU)
 RAISED = "ValueError: as the test wants it"
 FATES = {
     "wrong_element": ("wrong_result", "relative error"),
+    "wrong_shape": ("wrong_result", "rank 1: the result is of shape [47, 40], its reference [48, 40]"),
     "skips_tile": ("wrong_result", "relative error inf"),
     "loses_small": ("wrong_result", "input set 1"),
     "loses_nan": ("wrong_result", "relative error inf on input set 1"),
@@ -282,10 +283,10 @@ def test_ranks_that_do_not_start_again_at_once_are_given_another_chance(monkeypa
     measure(live, "bsp")
     start, refusals = live.pool.start, [GroupLost("crash", "no memory yet"), GroupLost("crash", "no memory yet")]
 
-    def reluctant() -> object:
+    def reluctant(*until: float) -> object:
         if refusals:
             raise refusals.pop()
-        return start()
+        return start(*until)
 
     monkeypatch.setattr(live.pool, "start", reluctant)
     live.pool.kill()
