@@ -97,7 +97,9 @@ class GatherAttention(Tuned):
         assert isinstance(most, Shape)
         self._most = most
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, *, return_lse: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The attention of this rank's queries.
 
         Args:
@@ -105,9 +107,12 @@ class GatherAttention(Tuned):
             k: [batch, tokens, kv_heads, head_dim].
             v: Like k.
             out: Where to store the output. Default: a new tensor.
+            return_lse: Whether to return log-sum-exps too, natural and with the scale, to merge the output with that of other
+                keys. No gradient passes through them. A variant that keeps none runs as the baseline.
 
         Returns:
-            The output, shaped like q. Enqueues on the current stream of the module's device.
+            The output, shaped like q. With `return_lse` also the log-sum-exps, float32 [batch, q_heads, tokens]. Enqueues on the
+            current stream of the module's device.
 
         Raises:
             UsageError: A tensor is not allowed; nothing is enqueued.
@@ -118,8 +123,14 @@ class GatherAttention(Tuned):
             if not is_compiling():
                 require_recordable(q=q, k=k, v=v)
                 require_no_tangent(q, k, v)
-            result, _ = torch.ops.autotax.gather_attention_recorded(q, k, v, self.handle)
-            return result
+            result, lse = torch.ops.autotax.gather_attention_recorded(q, k, v, self.handle)
+            return (result, lse) if return_lse else result
+        if return_lse:
+            if out is not None:
+                raise UsageError("out is given with return_lse, which makes both results: leave one of them out")
+            if not is_compiling():
+                return self.run_recorded(q, k, v)
+            return tuple(torch.ops.autotax.gather_attention_recorded(q, k, v, self.handle))
         if not is_compiling():
             return self.run(q, k, v, out)
         if out is None:
@@ -142,7 +153,7 @@ class GatherAttention(Tuned):
             self._compare(lambda: self._described(*self._problem_of(q, k, v), out))
 
     def run_recorded(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The output and its log-sum-exps, float32 [batch, q_heads, tokens], for a call that torch records."""
+        """The output and its log-sum-exps, float32 [batch, q_heads, tokens]."""
         self._compare_calls(q, k, v, None)
         problem, inputs = self._problem_of(q, k, v)
         if self._world is None:

@@ -56,6 +56,15 @@ def right(tensors: list[Tensor], causal: bool) -> list[Tensor]:
     return [o.detach(), *(tensor.grad for tensor in (q, k, v) if tensor.grad is not None)]
 
 
+def right_lse(tensors: list[Tensor], causal: bool) -> Tensor:
+    """The log-sum-exps of all queries, float32 [batch, tokens, q_heads]."""
+    q, k = (tensor.float().transpose(1, 2) for tensor in tensors[:2])
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3) / q.shape[3] ** 0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return scores.logsumexp(3).transpose(1, 2)
+
+
 def far(world: World, results: list[Any], expected: list[Tensor], layout: str) -> float:
     """The greatest deviation, relative to the greatest number of each tensor."""
     pairs = [(result, own(world, whole, layout)) for result, whole in zip(results, expected, strict=True)]
@@ -81,6 +90,8 @@ def calls(world: World, layout: str, mask: str, variant: str) -> list[float]:
         out = torch.empty_like(q)
         assert module(q, k, v, out) is out
         found.append(far(world, [out], expected[:1], layout))
+        o, lse = module(q, k, v, return_lse=True)
+        found.append(far(world, [o, lse.transpose(1, 2)], [expected[0], right_lse(tensors, causal)], layout))
         leaves = [tensor.clone().requires_grad_() for tensor in mine[:3]]
         o = module(*leaves)
         o.backward(d_o)
@@ -92,6 +103,8 @@ def calls(world: World, layout: str, mask: str, variant: str) -> list[float]:
     o.backward(d_o / 2)
     found.append(far(world, [o.detach() / 2, *(leaf.grad for leaf in leaves)], expected, layout))
     found.append(far(world, [compiled(q, k, v) / 2], expected[:1], layout))
+    o, of_compiled = torch.compile(lambda *given: module(*given, return_lse=True), backend="aot_eager", fullgraph=True)(q, k, v)
+    assert torch.equal(of_compiled, lse)
     module.close()
     return found
 
@@ -146,6 +159,9 @@ def test_one_process_alone_is_dense_attention() -> None:
         assert result is not None
         assert float((result.float() - whole).abs().max() / whole.abs().max()) < LIMIT
     assert torch.equal(module(q, k, v), o)
+    again, lse = module(q, k, v, return_lse=True)
+    assert torch.equal(again, o)
+    torch.testing.assert_close(lse.transpose(1, 2), right_lse(tensors, True), rtol=1e-3, atol=1e-3)
 
 
 def test_what_is_not_allowed_is_refused_in_one_line() -> None:
