@@ -180,7 +180,7 @@ def read(path: Path) -> Landscapes:
     except OSError as error:
         raise UsageError(f"file {path} cannot be read ({error.strerror}): give another") from None
     except (Malformed, UsageError) as error:
-        raise UsageError(f"file {path} holds no landscapes of autotax ({error}): give another") from None
+        raise UsageError(f"file {path} holds no landscapes of autotax ({str(error)[:300]}): give another") from None
     return found
 
 
