@@ -393,6 +393,12 @@ _OPERATORS: tuple[Operator, ...] = (
         (_attention_backward, _save_attention),
     ),
     (
+        f"gather_attention_behind({_QKV}, Tensor earlier_k, Tensor earlier_v, int module) -> (Tensor, Tensor)",
+        lambda *tensors_and_module: module_of(tensors_and_module[-1]).run_behind(*tensors_and_module[:-1]),
+        lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)),
+        None,
+    ),
+    (
         f"gather_attention_gradients(Tensor d_o, {_QKV}, Tensor o, Tensor lse, int module) -> (Tensor, Tensor, Tensor)",
         lambda *tensors_and_module: module_of(tensors_and_module[-1]).gradients(*tensors_and_module[:-1]),
         lambda _, *tensors: tuple(tensor.new_empty(tensor.shape) for tensor in tensors[:3]),

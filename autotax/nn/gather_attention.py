@@ -20,9 +20,11 @@ from autotax.nn import custom_ops  # noqa: F401 - registers torch.ops.autotax.*
 from autotax.nn.base import NO_OUT, remember, several
 from autotax.nn.consensus import DTYPES
 from autotax.nn.fallback import all_gather, reduce_scatter
+from autotax.nn.groups import on_device
 from autotax.nn.tensor_checks import recorded, require_apart, require_no_tangent, require_recordable, require_tensor, small
 from autotax.nn.tuned import Tuned
 from autotax.operators.gather_attention import GatherAttention as Shape
+from autotax.operators.gather_attention import Part
 from autotax.spaces.gather_attention import LIBRARIES
 
 
@@ -98,8 +100,9 @@ class GatherAttention(Tuned):
         self._most = most
 
     def forward(  # type: ignore[override]
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, *, return_lse: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, *, return_lse: bool = False,
+        prefix: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """The attention of this rank's queries.
 
         Args:
@@ -109,6 +112,9 @@ class GatherAttention(Tuned):
             out: Where to store the output. Default: a new tensor.
             return_lse: Whether to return log-sum-exps too, natural and with the scale, to merge the output with that of other
                 keys. No gradient passes through them. A variant that keeps none runs as the baseline.
+            prefix: Keys and values of earlier tokens, which this rank has already, [batch, earlier, kv_heads, head_dim]. All
+                queries see them, as those of a later chunk of a prompt do. The vendor attends to them, and one kernel merges
+                both outputs. There is no backward.
 
         Returns:
             The output, shaped like q. With `return_lse` also the log-sum-exps, float32 [batch, q_heads, tokens]. Enqueues on the
@@ -117,6 +123,14 @@ class GatherAttention(Tuned):
         Raises:
             UsageError: A tensor is not allowed; nothing is enqueued.
         """
+        if prefix is not None:
+            if out is not None or (is_grad_enabled() and recorded(q, k, v, *prefix)):
+                raise UsageError("prefix is given with out or with gradients; it takes neither: leave it out, or use no_grad")
+            if is_compiling():
+                both = torch.ops.autotax.gather_attention_behind(q, k, v, *prefix, self.handle)
+            else:
+                both = self.run_behind(q, k, v, *prefix)
+            return tuple(both) if return_lse else both[0]
         if is_grad_enabled() and recorded(q, k, v, out):
             if out is not None:
                 raise UsageError(NO_OUT)
@@ -165,6 +179,25 @@ class GatherAttention(Tuned):
         kernel = self._recorders.get(problem) or remember(self._recorders, problem, self._recorder(problem, chosen))
         o = self._call(kernel, like, inputs, None)
         return o, kernel.lse.clone(memory_format=torch.contiguous_format)
+
+    def run_behind(self, q: Tensor, k: Tensor, v: Tensor, earlier_k: Tensor, earlier_v: Tensor) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exps of queries that see earlier keys too. `run_recorded` is the part that ranks share."""
+        from autotax.kernels.gather_attention.vendor import VendorAttention, attend  # brings Triton
+
+        (problem, (queries, _, _)), device = self._problem_of(q, k, v), self._device
+        shape = problem.batch, earlier_k.shape[1] if earlier_k.dim() == 4 else 0, problem.kv_heads, problem.head_dim
+        keys, values = small("prefix k", earlier_k, self._dtype, device), small("prefix v", earlier_v, self._dtype, device)
+        require_tensor("prefix k", keys, shape, self._dtype, device)
+        require_tensor("prefix v", values, shape, self._dtype, device)
+        whole = self.run_recorded(q, k, v)
+        if not shape[1]:
+            return whole
+        if self._world is None:
+            return _merged(whole, attend(self._library, queries, keys, values, causal=False))
+        vendors = (kernel for made in self._kernels.values() for kernel in made if isinstance(kernel, VendorAttention))
+        everything = Part(self._world.rank, (0, problem.shard_len), (0, shape[1]), causal=False)
+        with on_device(self._guards[1]), self._guards[0]:
+            return next(vendors).part(everything, queries, keys, values, whole)
 
     def gradients(self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v. K and V are gathered again, and their gradients of all ranks are added up."""
@@ -234,6 +267,13 @@ class GatherAttention(Tuned):
         """Whose attention the backward uses."""
         on_amd = torch.version.hip is not None
         return str(LIBRARIES["cpu" if self._device.type == "cpu" else "rocm" if on_amd else "cuda"][0])
+
+
+def _merged(whole: tuple[Tensor, Tensor], more: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The outputs and log-sum-exps of the same queries for two sets of keys, as one."""
+    total = torch.logaddexp(whole[1], more[1])
+    of_whole, of_more = (o * (lse - total).exp().transpose(1, 2)[..., None] for o, lse in (whole, more))
+    return (of_whole + of_more).to(whole[0].dtype), total
 
 
 def _backward(

@@ -132,6 +132,52 @@ def test_outputs_and_gradients_are_those_of_dense_attention(ranks: Ranks, layout
         assert max(found) < LIMIT, found
 
 
+def behind(world: World, layout: str, variant: str) -> list[float]:
+    """Deviations of outputs and log-sum-exps of queries that see 24 earlier keys: of calls, compiled or not, of two lengths."""
+    problem = Problem(2, HEADS, KV_HEADS, DIM, TOKENS, "bf16", world.size, layout=layout)
+    config = space_for(problem, detect("cpu")).default(variant)
+    module = GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, max_batch=2, layout=layout, device="cpu", config=config)
+    both = lambda *given: module(*given[:3], prefix=given[3:], return_lse=True)  # noqa: E731
+    call = torch.compile(both, backend="aot_eager", fullgraph=True)
+    found = []
+    for length in (TOKENS, TOKENS // 2):
+        q, k, v = drawn(length)[:3]
+        earlier = [tensor[:, :24].flip(1) for tensor in drawn(TOKENS)[1:3]]
+        o, lse = dense_behind(q, k, v, *earlier)
+        mine = [own(world, tensor, layout) for tensor in (q, k, v)]
+        results = [both(*mine, *earlier), call(*mine, *earlier)]
+        assert torch.equal(module(*mine, prefix=earlier), results[0][0])
+        found += [far(world, [part, sums.transpose(1, 2)], [o, lse], layout) for part, sums in results]
+    module.close()
+    return found
+
+
+def dense_behind(q: Tensor, k: Tensor, v: Tensor, earlier_k: Tensor, earlier_v: Tensor) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exps [batch, tokens, q_heads] of causal queries that see earlier keys too, float32."""
+    group, earlier = q.shape[2] // k.shape[2], earlier_k.shape[1]
+    keys, values = (torch.cat(pair, 1).float().repeat_interleave(group, 2) for pair in ((earlier_k, k), (earlier_v, v)))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), keys) / q.shape[3] ** 0.5
+    scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(earlier + 1), -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(3), values), scores.logsumexp(3).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("layout", "variant"), [("zigzag", "push"), ("contiguous", "decomposed"), ("zigzag", "bsp")])
+def test_queries_see_a_prefix_that_every_rank_has(ranks: Ranks, layout: str, variant: str) -> None:
+    for found in ranks.run(behind, layout, variant, timeout=200):
+        assert max(found) < LIMIT, found
+
+
+def test_one_process_alone_sees_a_prefix() -> None:
+    module = GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, max_batch=2, device="cpu")
+    q, k, v, _ = drawn(TOKENS)
+    earlier = k[:, :24].flip(1), v[:, :24].flip(1)
+    o, lse = dense_behind(q, k, v, *earlier)
+    found, sums = module(q, k, v, prefix=earlier, return_lse=True)
+    assert float((found.float() - o).abs().max() / o.abs().max()) < LIMIT
+    torch.testing.assert_close(sums.transpose(1, 2), lse, rtol=1e-3, atol=1e-3)
+    assert torch.equal(module(q, k, v, prefix=(k[:, :0], v[:, :0])), module(q, k, v))
+
+
 def with_a_nan(world: World, variant: str) -> int:
     """Rows that are not NaN of the queries that see a key of rank 0 with a NaN, in a merge of parts."""
     problem = Problem(2, HEADS, KV_HEADS, DIM, TOKENS, "bf16", world.size)
@@ -179,5 +225,11 @@ def test_what_is_not_allowed_is_refused_in_one_line() -> None:
         assert "\n" not in str(refusal.value)
     with pytest.raises(UsageError, match="out is given"):
         module(q.clone().requires_grad_(), k, v, torch.empty_like(q))
+    for more in ({"out": torch.empty_like(q)}, {"prefix": (k.clone().requires_grad_(), v)}):
+        with pytest.raises(UsageError, match="prefix is given with out or with gradients"):
+            module(q, k, v, **{"prefix": (k, v), **more})
+    for prefix, named in (((k, v[:, :3]), "prefix v is"), ((k[0], v), "prefix k"), ((k, v.float()), "prefix v is")):
+        with pytest.raises(UsageError, match=named):
+            module(q, k, v, prefix=prefix)
     with pytest.raises(UsageError, match="layout is zigzag and mask is none"):
         GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, causal=False, layout="zigzag", device="cpu")
