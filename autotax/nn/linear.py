@@ -566,11 +566,11 @@ def least_microseconds(world: World, device: torch.device, call: Callable[[], ob
     """
     least, on_gpu = math.inf, device.type == "cuda"
     repeated = REPEATED if on_gpu else 1
-    passing = torch.ones(torch.cuda.get_device_properties(device).L2_cache_size // 2 if on_gpu else 1, device=device)
+    flush = torch.ones(torch.cuda.get_device_properties(device).L2_cache_size // 2 if on_gpu else 1, device=device)
 
     def sample() -> None:
         for _ in range(repeated):
-            passing.sum()
+            flush.sum()
             call()
 
     run: Callable[[], object] = sample
