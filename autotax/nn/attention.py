@@ -57,7 +57,7 @@ MORE = "kv_starts", "kv_scales", "sinks"
 Known = tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...], list[Callable[..., bool]], bool]
 """The call for shapes of q, the cache and the block table, the shapes of kv_lens and of the result, and for the checks of a call:
 
-- the bytes of q, K, kv_lens and the block table, and the negative ones of the result;
+- the bytes of q, K, kv_lens, the block table and the result;
 - tests for the latest tensors that passed all checks, and for the latest of another kind (see Accepted): each of eager calls
   without and with `out`, and of calls of torch.ops without and with it;
 - whether calls bring any of MORE.
@@ -283,17 +283,17 @@ class FlashDecode(SizedModule):
                 kind += 1
                 tensors = (q, k, v, lengths, out) if table is None else (q, k, v, lengths, table, out)
                 if accepted:
-                    size, cache_size, lengths_size, table_size, before = sizes
+                    size, cache_size, lengths_size, table_size, out_size = sizes
                     accepted = (
                         out.__class__ is Tensor
                         and (out_start := out.data_ptr()) > FREED
                         and not out_start % VECTOR_BYTES
                         and not out.is_nested
-                        and not before < out_start - start < size
-                        and not before < out_start - k_start < cache_size
-                        and not before < out_start - v_start < cache_size
-                        and not before < out_start - lengths_start < lengths_size
-                        and (table is None or not before < out_start - table_start < table_size)
+                        and ((end := out_start + out_size) <= start or out_start >= start + size)
+                        and (end <= k_start or out_start >= k_start + cache_size)
+                        and (end <= v_start or out_start >= v_start + cache_size)
+                        and (end <= lengths_start or out_start >= lengths_start + lengths_size)
+                        and (table is None or end <= table_start or out_start >= table_start + table_size)
                     )
             if not (accepted and (kinds[kind](*tensors) or kinds[kind + 4](*tensors))):
                 earlier = state["_known"].get((q.shape, k.shape) if table is None else (q.shape, k.shape, table.shape), entry)
@@ -452,7 +452,7 @@ class FlashDecode(SizedModule):
         entry = self._known.get(shapes)
         if not entry:
             call = (self._calls.get((batch, tokens)) or self._choose(batch, tokens)) if batch else nothing
-            sizes = q.nbytes, k.nbytes, lengths.nbytes, 0 if table is None else table.nbytes, -math.prod(made) * dtype.itemsize
+            sizes = q.nbytes, k.nbytes, lengths.nbytes, 0 if table is None else table.nbytes, math.prod(made) * dtype.itemsize
             entry = remember(self._known, shapes, (call, counts, made, sizes, [never] * 8, any(self._brings)))
         vars(self)["_latest"] = entry
         tensors = q, k, v, lengths, table
