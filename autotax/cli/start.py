@@ -8,9 +8,13 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 
 from autotax.core.errors import RANKS_KIB, limit_met, memory_kib, out_of_memory
 from autotax.core.terminal import settle_sizes
+
+LOADING_S = 20
+"""Most seconds in which numpy is loaded under a limit of memory; it takes a fraction of one."""
 
 
 def settle_warnings() -> None:
@@ -36,6 +40,7 @@ def _watched(run: Callable[[], int]) -> int:
     if not child:
         os.close(reading)
         try:
+            _load_numpy()
             return run()
         finally:
             os.write(writing, b".")
@@ -50,6 +55,15 @@ def _watched(run: Callable[[], int]) -> int:
     return max(os.waitstatus_to_exitcode(status), 0)
 
 
+def _load_numpy() -> None:
+    """Loads numpy, or ends this process: where the memory does not suffice its BLAS may try for ever to get some."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(LOADING_S)
+    with suppress(ImportError, OSError, MemoryError, SystemError):  # a command that needs numpy meets the error again
+        import numpy  # noqa: F401
+    signal.alarm(0)
+
+
 def _run() -> int:
     settle_sizes()
     settle_warnings()
@@ -57,7 +71,7 @@ def _run() -> int:
     try:
         try:
             from autotax.cli.app import main
-        except (ImportError, OSError, MemoryError) as error:
+        except (ImportError, OSError, MemoryError, SystemError) as error:
             print(f"autotax: {limit_met(error) or error}", file=sys.stderr)
             return 1
         return main()

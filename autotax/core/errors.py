@@ -52,7 +52,10 @@ def out_of_memory() -> str:
 
 def limit_met(error: BaseException) -> str | None:
     """One line about the limit (files, memory, processes) or the missing installation that caused an error; None if none did."""
+    scarce = (memory_kib() or RANKS_KIB) < RANKS_KIB
     for cause in causes(error):
+        if scarce and isinstance(cause, ImportError | SystemError) and not isinstance(cause, ModuleNotFoundError):
+            return out_of_memory()  # a library could not be loaded, or an import forgot its error
         if isinstance(cause, MemoryError) or "failed to map segment" in str(cause):  # the dynamic linker's words
             return out_of_memory()
         if isinstance(cause, ImportError):
