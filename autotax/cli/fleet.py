@@ -26,7 +26,7 @@ ABOUT = "Many hosts tune one list of problems into one PostgreSQL database."
 class FleetOptions:
     """The source of the hosts."""
 
-    on: Annotated[str | None, word("What brings the hosts: ray, ray:ADDRESS or slurm.")] = None
+    on: Annotated[str | None, word("The provider of the hosts: ray, ray:ADDRESS or slurm.")] = None
     hosts: Annotated[int | None, number("Number of hosts. Default: all that Ray has.")] = None
     slurm: Annotated[
         list[str] | None,

@@ -78,7 +78,7 @@ def run(line: str, folder: Path, left_s: float) -> Step:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Ends a command, which ends its ranks, and returns what it printed."""
+    """Ends a command and its ranks. Returns the output of the command."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
         return process.communicate(timeout=8)

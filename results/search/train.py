@@ -6,7 +6,7 @@
 Writes autotax/shipped/prior-OP.npz, trained on all problems, and into FOLDS what replays use: OP-I.npz, each trained without one
 of ten groups of problems, so that a problem is searched with a prior that has seen none of its trials, on 2 GPUs or on 4; and two
 surrogates, OP-boosted.npz and OP-forest.npz (extremely randomised), fitted to all trials. The age of a trial's kernel sources is
-a feature, so that old trials tell of new sources what they can.
+a feature, so that trials of old sources inform the prior of new ones.
 """
 
 from __future__ import annotations
