@@ -114,11 +114,14 @@ class Hardware(Described):
         return f"{self.count} x {self.device} ({self.target}, {self.links})"
 
 
+HEAP_VARIABLE, HEAPS = "AUTOTAX_HEAP", ("torch", "iris")
+
+
 def symmetric_heap(backend: str) -> str:
     """The library of symmetric memory on GPUs: $AUTOTAX_HEAP, or else torch on cuda, iris on rocm. Raises UsageError."""
-    chosen = os.environ.get("AUTOTAX_HEAP") or (os.environ.get("AUTOTAX_ROCM_HEAP") if backend == "rocm" else "")
-    if chosen and chosen not in ("iris", "torch"):
-        raise UsageError(f"AUTOTAX_HEAP is {chosen!r}; allowed are iris and torch: set one of these on all ranks, or none")
+    chosen = os.environ.get(HEAP_VARIABLE) or (os.environ.get("AUTOTAX_ROCM_HEAP") if backend == "rocm" else "")
+    if chosen and chosen not in HEAPS:
+        raise UsageError(f"{HEAP_VARIABLE} is {chosen!r}; allowed are iris and torch: set one of these on all ranks, or none")
     return chosen or ("iris" if backend == "rocm" else "torch")
 
 

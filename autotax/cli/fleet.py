@@ -77,6 +77,8 @@ def tune(hosts: FleetOptions, deployed: DeployOptions, how: SearchOptions, where
     if how.shapes is not None:  # read here only to report mistakes early: ranks and sizes depend on each host
         problems_of(what, how.shapes, detect("cpu"))
     url = server_url(where.db)
+    if where.heap:
+        raise UsageError("heap is a setting of each host of a fleet: set AUTOTAX_HEAP there, and leave --heap out")
     request = hosts.asked(where.backend)
     order = new_order(url, backend=where.backend, lease_s=hosts.lease_s)
     engine = open_engine(request)

@@ -376,13 +376,22 @@ class MachineOptions(OutputOptions):
     PANEL: ClassVar[str] = "Machine and output"
 
     backend: Annotated[str | None, word("The kind of ranks: cuda, rocm or cpu. Default: what this machine has.")] = None
+    heap: Annotated[
+        str | None,
+        word("The library of symmetric memory on GPUs: torch or iris. Default: $AUTOTAX_HEAP, else torch on cuda, iris on rocm."),
+    ] = None
     db: Annotated[
         str | None,
         word("The database: a path or an SQLAlchemy URL. Default: $AUTOTAX_DB, else a file in your data folder.", metavar="DB"),
     ] = None
 
     def check(self) -> None:
+        from autotax.hardware import HEAP_VARIABLE, HEAPS
+
         self.backends()
+        one_of("heap", self.heap, HEAPS, guess=False)
+        if self.heap:
+            os.environ[HEAP_VARIABLE] = self.heap  # ranks inherit it
         if self.db is not None:
             from autotax.db.url import resolve_url
 

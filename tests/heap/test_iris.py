@@ -18,9 +18,11 @@ from unittest import mock
 import pytest
 import torch
 
+from autotax.cli.options import MachineOptions
 from autotax.core.errors import UsageError
+from autotax.hardware import symmetric_heap
 from autotax.heap import HeapError, World, open_heap
-from autotax.runner.ranks import Ranks
+from autotax.runner.ranks import Ranks, run_ranks
 from tests.conformance.heap import CHECKS, SIZE, run_check
 
 STANDIN = Path(__file__).parent / "iris_standin"
@@ -86,6 +88,18 @@ def test_torch_can_take_the_place_of_iris(ranks: Ranks) -> None:
 
 
 # Functions that the ranks run.
+
+
+def _library(_: World) -> str:
+    return symmetric_heap("cuda")
+
+
+def test_an_option_of_a_command_chooses_the_heap_of_all_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOTAX_HEAP", "torch")
+    MachineOptions(heap="iris").check()
+    assert run_ranks(_library, 2, "cpu", timeout=60) == ["iris", "iris"]
+    with pytest.raises(UsageError, match="heap is 'mine'; allowed are torch, iris"):
+        MachineOptions(heap="mine").check()
 
 
 def _choose_the_heap_of_torch(world: World) -> None:
