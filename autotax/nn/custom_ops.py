@@ -233,6 +233,10 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
     ctx.mark_non_differentiable(output[1])
 
 
+def _fake_attention(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:-1], *v.shape[-1:]), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+
+
 def _attention_backward(ctx: Any, d_o: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     with _once(d_o):
         return *torch.ops.autotax.gather_attention_gradients(d_o, *ctx.saved_tensors, ctx.module), None
@@ -377,7 +381,7 @@ _OPERATORS: tuple[Operator, ...] = (
     (
         f"gather_attention({_QKV}, int module) -> Tensor",
         lambda q, k, v, module: module_of(module).run(q, k, v),
-        lambda q, k, v, module: q.new_empty(q.shape),  # noqa: ARG005
+        lambda q, _, v, __: q.new_empty(*q.shape[:-1], *v.shape[-1:]),
         None,
     ),
     (
@@ -389,13 +393,19 @@ _OPERATORS: tuple[Operator, ...] = (
     (
         f"gather_attention_recorded({_QKV}, int module) -> (Tensor, Tensor)",
         _quietly(lambda q, k, v, module: module_of(module).run_recorded(q, k, v)),
-        lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)),
+        _fake_attention,
         (_attention_backward, _save_attention),
     ),
     (
         f"gather_attention_behind({_QKV}, Tensor earlier_k, Tensor earlier_v, int module) -> (Tensor, Tensor)",
         lambda *tensors_and_module: module_of(tensors_and_module[-1]).run_behind(*tensors_and_module[:-1]),
-        lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)),
+        _fake_attention,
+        None,
+    ),
+    (
+        f"gather_attention_ragged({_QKV}, int[] lengths, int module) -> (Tensor, Tensor)",
+        lambda q, k, v, lengths, module: module_of(module).run_ragged(q, k, v, lengths),
+        _fake_attention,
         None,
     ),
     (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from autotax.nn import custom_ops  # noqa: F401 - registers torch.ops.autotax.*
 from autotax.nn.base import NO_OUT, remember, several
 from autotax.nn.consensus import DTYPES
 from autotax.nn.fallback import all_gather, reduce_scatter
-from autotax.nn.groups import on_device
+from autotax.nn.groups import capturing, on_device
 from autotax.nn.tensor_checks import recorded, require_apart, require_no_tangent, require_recordable, require_tensor, small
 from autotax.nn.tuned import Tuned
 from autotax.operators.gather_attention import GatherAttention as Shape
@@ -37,6 +39,8 @@ class GatherAttention(Tuned):
       `max_batch`: the most sequences of a call.
     - `causal`: a query sees the keys up to its own position. `layout`: "contiguous", rank r has the r-th part of each sequence;
       or "zigzag", it has chunks r and 2 * ranks - 1 - r of 2 * ranks chunks, in this order, so that all ranks have equal work.
+    - `window`: a query sees that many keys at most, its own and the last ones before; 0: all of them. `v_dim`: elements of a head
+      of V and of the output, fewer than `head_dim`; 0: as many.
     - `sizes`: lengths of sequences to prepare for, each with its own config; default: `max_seq_len` alone. A call uses the config
       of the next greater length if its kernel can serve fewer tokens, else BSP.
     - `device`, `db`, `conditions`, `config`, `check`, `prove`: see FlashDecode and AllGatherLinear.
@@ -49,6 +53,10 @@ class GatherAttention(Tuned):
 
     _most: Shape
     _recorders: dict[Problem, Any]
+    _ends: dict[tuple[int, ...], Tensor]
+    """Of the last call with `lengths`: the sums of the lengths of this rank's sequences, on its device."""
+    _captured: list[Tensor]
+    """Those that captured graphs read."""
 
     def __init__(
         self,
@@ -62,6 +70,8 @@ class GatherAttention(Tuned):
         max_batch: int = 1,
         causal: bool = True,
         layout: str = "contiguous",
+        window: int = 0,
+        v_dim: int = 0,
         device: torch.device | str | None = None,
         db: str | Path | None = None,
         conditions: Conditions | None = None,
@@ -72,11 +82,12 @@ class GatherAttention(Tuned):
     ) -> None:
         self._dtype = dtype
         self._shape = max_batch, q_heads, kv_heads, head_dim, "causal" if causal else "none", layout
+        self._more = window, 0 if v_dim == head_dim else v_dim
         self._lengths = (*several(sizes or ()), max_seq_len)
         super().__init__((), group, device=device, db=db, conditions=conditions, config=config, check=check, prove=prove)
 
     def _blank(self) -> dict[str, Any]:
-        return super()._blank() | {"_recorders": {}, "_most": None}
+        return super()._blank() | {"_recorders": {}, "_most": None, "_ends": {}, "_captured": []}
 
     def _prepared_for(self) -> list[Problem]:
         """The problem of each length to prepare for."""
@@ -85,7 +96,7 @@ class GatherAttention(Tuned):
         batch, q_heads, kv_heads, dim, mask, layout = self._shape
         shape = batch, q_heads, kv_heads, dim
         lengths = dict.fromkeys(self._lengths)
-        return [Shape(*shape, length, DTYPES[self._dtype], self.world_size, mask, layout) for length in lengths]
+        return [Shape(*shape, length, DTYPES[self._dtype], self.world_size, mask, layout, *self._more) for length in lengths]
 
     def _make(self) -> None:
         if self._world is None:
@@ -101,28 +112,39 @@ class GatherAttention(Tuned):
 
     def forward(  # type: ignore[override]
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, *, return_lse: bool = False,
-        prefix: tuple[Tensor, Tensor] | None = None,
+        prefix: tuple[Tensor, Tensor] | None = None, lengths: Sequence[int] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """The attention of this rank's queries.
 
         Args:
             q: [batch, tokens, q_heads, head_dim], this rank's tokens.
             k: [batch, tokens, kv_heads, head_dim].
-            v: Like k.
+            v: Like k, with heads of `v_dim` elements.
             out: Where to store the output. Default: a new tensor.
             return_lse: Whether to return log-sum-exps too, natural and with the scale, to merge the output with that of other
                 keys. No gradient passes through them. A variant that keeps none runs as the baseline.
-            prefix: Keys and values of earlier tokens, which this rank has already, [batch, earlier, kv_heads, head_dim]. All
-                queries see them, as those of a later chunk of a prompt do. The vendor attends to them, and one kernel merges
-                both outputs. There is no backward.
+            prefix: Keys and values of the tokens just before, which this rank has already, [batch, earlier, kv_heads, head_dim].
+                All queries see them, or with a window those that it reaches, as queries of a later chunk of a prompt do. The
+                vendor attends to them, and one kernel merges both outputs. There is no backward.
+            lengths: The lengths of sequences that lie one after the other along the tokens of all ranks: a list, the same on all
+                ranks, that adds up to all tokens. For a batch of one and the layout "contiguous". No query sees another
+                sequence. The vendor's attention serves them. There is no backward.
 
         Returns:
-            The output, shaped like q. With `return_lse` also the log-sum-exps, float32 [batch, q_heads, tokens]. Enqueues on the
-            current stream of the module's device.
+            The output, shaped like q, with heads of `v_dim` elements. With `return_lse` also the log-sum-exps, float32 [batch,
+            q_heads, tokens]. Enqueues on the current stream of the module's device.
 
         Raises:
             UsageError: A tensor is not allowed; nothing is enqueued.
         """
+        if lengths is not None:
+            if out is not None or prefix is not None or (is_grad_enabled() and recorded(q, k, v)):
+                raise UsageError("lengths is given with out, prefix or gradients; it takes none: leave them out, or use no_grad")
+            if is_compiling():
+                both = torch.ops.autotax.gather_attention_ragged(q, k, v, lengths, self.handle)
+            else:
+                both = self.run_ragged(q, k, v, lengths)
+            return tuple(both) if return_lse else both[0]
         if prefix is not None:
             if out is not None or (is_grad_enabled() and recorded(q, k, v, *prefix)):
                 raise UsageError("prefix is given with out or with gradients; it takes neither: leave it out, or use no_grad")
@@ -171,9 +193,9 @@ class GatherAttention(Tuned):
         self._compare_calls(q, k, v, None)
         problem, inputs = self._problem_of(q, k, v)
         if self._world is None:
-            from autotax.kernels.gather_attention.vendor import attend  # brings Triton
+            from autotax.kernels.gather_attention.vendor import attend_part  # brings Triton
 
-            o, lse = attend(self._library, *inputs, causal=problem.mask == "causal")
+            o, lse = attend_part(self._library, problem.everything, *inputs)
             return o, lse.contiguous()
         chosen, like = self._calls.get(problem) or self._choose(problem)
         kernel = self._recorders.get(problem) or remember(self._recorders, problem, self._recorder(problem, chosen))
@@ -182,48 +204,99 @@ class GatherAttention(Tuned):
 
     def run_behind(self, q: Tensor, k: Tensor, v: Tensor, earlier_k: Tensor, earlier_v: Tensor) -> tuple[Tensor, Tensor]:
         """The output and the log-sum-exps of queries that see earlier keys too. `run_recorded` is the part that ranks share."""
-        from autotax.kernels.gather_attention.vendor import VendorAttention, attend  # brings Triton
+        from autotax.kernels.gather_attention.vendor import VendorAttention, attend_part  # brings Triton
 
         (problem, (queries, _, _)), device = self._problem_of(q, k, v), self._device
-        shape = problem.batch, earlier_k.shape[1] if earlier_k.dim() == 4 else 0, problem.kv_heads, problem.head_dim
+        shape = problem.batch, earlier_k.shape[1] if earlier_k.dim() == 4 else 0, problem.kv_heads
         keys, values = small("prefix k", earlier_k, self._dtype, device), small("prefix v", earlier_v, self._dtype, device)
-        require_tensor("prefix k", keys, shape, self._dtype, device)
-        require_tensor("prefix v", values, shape, self._dtype, device)
+        require_tensor("prefix k", keys, (*shape, problem.head_dim), self._dtype, device)
+        require_tensor("prefix v", values, (*shape, problem.value_dim), self._dtype, device)
         whole = self.run_recorded(q, k, v)
-        if not shape[1]:
-            return whole
+        parts = problem.parts_of_prefix(self._world.rank if self._world else 0, shape[1]) if shape[1] else []
         if self._world is None:
-            return _merged(whole, attend(self._library, queries, keys, values, causal=False))
-        vendors = (kernel for made in self._kernels.values() for kernel in made if isinstance(kernel, VendorAttention))
-        everything = Part(self._world.rank, (0, problem.shard_len), (0, shape[1]), causal=False)
+            for part in parts:
+                _merge(whole, attend_part(self._library, part, queries, keys, values), slice(*part.queries))
+            return whole
+        vendor = next(kernel for made in self._kernels.values() for kernel in made if isinstance(kernel, VendorAttention))
         with on_device(self._guards[1]), self._guards[0]:
-            return next(vendors).part(everything, queries, keys, values, whole)
+            for part in parts:
+                whole = vendor.part(part, queries, keys, values, whole)
+        return whole
+
+    def run_ragged(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exps of sequences of these lengths, one after the other along the tokens of all ranks."""
+        from autotax.kernels.gather_attention.vendor import Bsp, attend_ragged  # brings Triton
+
+        self._ensure_ready()
+        if self._guards[2]:
+            self._compare(lambda: f"{self._stream_of(q, k, v, lengths)[0].key} in sequences of {list(lengths)}")
+        problem, inputs = self._stream_of(q, k, v, lengths)
+        own, _ = problem.ragged(self._world.rank if self._world else 0, lengths)
+        ends = self._sums(own)
+        if self._world is None:
+            library = "cpu" if self._device.type == "cpu" else "flash"
+            o, lse = attend_ragged(library, *inputs, own, ends, problem.everything)
+            return o, lse.contiguous()
+        baselines = (kernel for made in self._kernels.values() for kernel in made if isinstance(kernel, Bsp))
+        baseline = next(fit for kernel in baselines if (fit := self._fitted(kernel, problem)))
+        with on_device(self._guards[1]), self._guards[0]:
+            o, lse = baseline.ragged(*inputs, lengths, ends)
+        return o, lse.contiguous()
+
+    def _stream_of(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Shape, tuple[Tensor, Tensor, Tensor]]:
+        """The problem of a call with `lengths`, and its tensors as kernels take them. Raises UsageError."""
+        problem, inputs = self._problem_of(q, k, v)
+        if problem.batch > 1 or problem.layout != "contiguous":
+            raise UsageError(
+                f"lengths is given with a batch of {problem.batch} and the layout {problem.layout}; it takes a batch of 1 and "
+                "the layout contiguous: give such tensors, to such a module"
+            )
+        whole = isinstance(lengths, Sequence) and all(isinstance(length, int) and length > 0 for length in lengths)
+        if not whole or sum(lengths) != problem.seq_len:
+            raise UsageError(
+                f"lengths is {reprlib.repr(lengths)}; it must be a list of whole numbers from 1 on that add up to the "
+                f"{problem.seq_len} tokens of all ranks: give such a list"
+            )
+        return problem, inputs
+
+    def _sums(self, lengths: list[int]) -> Tensor:
+        """The sums of lengths, from 0 on, int32 on the device; kept for the next layer, and for graphs."""
+        key = tuple(lengths)
+        if key not in self._ends:
+            self._ends = {key: torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self._device)}
+        if capturing(self._device):
+            self._captured.append(self._ends[key])
+        return self._ends[key]
 
     def gradients(self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v. K and V are gathered again, and their gradients of all ranks are added up."""
         problem, (q, k, v) = self._problem_of(q, k, v)
         d_o, world, rank = d_o.contiguous(), self._world, self._world.rank if self._world else 0
-        keys_and_values = q.new_empty(problem.world_size, 2, *k.shape)
-        own = torch.stack((k, v))
+        own = torch.cat((k.flatten(), v.flatten()))
+        gathered = own.new_empty(problem.world_size, len(own))
         with self._guards[0]:
             if world is None:
-                keys_and_values[0] = own
+                gathered[0] = own
             else:
-                all_gather(keys_and_values, own, world.data)
-            sums, d_q = torch.zeros_like(keys_and_values), torch.zeros_like(q)
+                all_gather(gathered, own, world.data)
+            sums, d_q = torch.zeros_like(gathered), torch.zeros_like(q)
+            halves, sums_of_halves = (
+                [half.view(-1, *like.shape) for half, like in zip(flat.split([k.numel(), v.numel()], 1), (k, v), strict=True)]
+                for flat in (gathered, sums)
+            )
             for part in problem.parts(rank):
                 queries, keys = slice(*part.queries), slice(*part.keys)
-                of_part, values = keys_and_values[part.source, :, :, keys]
-                of_queries, of_keys, of_values = _backward(
-                    self._library, d_o[:, queries], q[:, queries], of_part, values, o[:, queries], lse[:, :, queries], part.causal
-                )
+                of_source, values = (half[part.source] for half in halves)
+                of_queries, *of_keys = _backward(self._library, part, d_o, q, of_source, values, o, lse)
                 d_q[:, queries] += of_queries
-                sums[part.source, 0, :, keys], sums[part.source, 1, :, keys] = of_keys, of_values
+                for total, of_part in zip(sums_of_halves, of_keys, strict=True):
+                    total[part.source, :, keys] += of_part
             if world is None:
                 own = sums[0]
             else:
-                reduce_scatter(own, sums.view(-1, *sums.shape[2:]), world.data)
-        return d_q, own[0].clone(), own[1].clone()
+                reduce_scatter(own, sums.view(-1), world.data)
+        d_k, d_v = own.split([k.numel(), v.numel()])
+        return d_q, d_k.view(k.shape).clone(), d_v.view(v.shape).clone()
 
     def _recorder(self, problem: Shape, chosen: Any) -> Any:
         """The kernel for calls that torch records: the chosen one if it has log-sum-exps, else the baseline."""
@@ -247,15 +320,16 @@ class GatherAttention(Tuned):
                 "give fewer, or make the module with a greater max_batch or max_seq_len"
             )
         problem = replace(most, batch=batch, seq_len=tokens * most.world_size)
-        for name, tensor, heads in (("q", q, most.q_heads), ("k", k, most.kv_heads), ("v", v, most.kv_heads)):
-            require_tensor(name, tensor, (batch, tokens, heads, most.head_dim), self._dtype, device)
+        heads = (most.q_heads, most.head_dim), (most.kv_heads, most.head_dim), (most.kv_heads, most.value_dim)
+        for name, tensor, of_token in zip(("q", "k", "v"), (q, k, v), heads, strict=True):
+            require_tensor(name, tensor, (batch, tokens, *of_token), self._dtype, device)
         return problem, (q, k, v)
 
     def _alone(self, problem: Shape, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor | None) -> Tensor:
         """The output where there is one rank."""
-        from autotax.kernels.gather_attention.vendor import attend  # brings Triton
+        from autotax.kernels.gather_attention.vendor import attend_part  # brings Triton
 
-        o, _ = attend(self._library, *inputs, causal=problem.mask == "causal")
+        o, _ = attend_part(self._library, problem.everything, *inputs)
         if out is None:
             return o
         require_tensor("out", out, tuple(o.shape), self._dtype, self._device)
@@ -264,32 +338,51 @@ class GatherAttention(Tuned):
 
     @property
     def _library(self) -> str:
-        """Whose attention the backward uses."""
+        """Whose attention the backward uses, and one rank alone."""
         on_amd = torch.version.hip is not None
-        return str(LIBRARIES["cpu" if self._device.type == "cpu" else "rocm" if on_amd else "cuda"][0])
+        libraries = LIBRARIES["cpu" if self._device.type == "cpu" else "rocm" if on_amd else "cuda"]
+        return str(libraries[-1 if self._most.window else 0])
 
 
-def _merged(whole: tuple[Tensor, Tensor], more: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The outputs and log-sum-exps of the same queries for two sets of keys, as one."""
-    total = torch.logaddexp(whole[1], more[1])
-    of_whole, of_more = (o * (lse - total).exp().transpose(1, 2)[..., None] for o, lse in (whole, more))
-    return (of_whole + of_more).to(whole[0].dtype), total
+def _merge(whole: tuple[Tensor, Tensor], more: tuple[Tensor, Tensor], queries: slice) -> None:
+    """Adds the output and log-sum-exps of some queries for more keys to those of all queries."""
+    o, lse = whole[0][:, queries], whole[1][:, :, queries]
+    total = torch.logaddexp(lse, more[1])
+    of_whole, of_more = (part * (sums - total).exp().transpose(1, 2)[..., None] for part, sums in ((o, lse), more))
+    o.copy_(of_whole + of_more)
+    lse.copy_(total)
 
 
 def _backward(
-    library: str, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+    library: str, part: Part, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v by the vendor's backward, through one part of the keys; `o` and `lse` are those of all keys."""
-    keys, lse = k.shape[1], lse.contiguous()
-    d_o, q, k, v, o = (tensor.transpose(1, 2) for tensor in (d_o, q, k, v, o))
-    sizes, nothing = (None, None, q.shape[2], keys, 0.0, causal), lse.new_zeros(2, dtype=torch.int64)
-    aten = torch.ops.aten
-    if library == "cudnn":
-        options = nothing[0], nothing[1], None, *sizes
-        gradients = aten._scaled_dot_product_cudnn_attention_backward(d_o, q, k, v, o, lse[..., None], *options)
-    elif library == "flash":
-        gradients = aten._scaled_dot_product_flash_attention_backward(d_o, q, k, v, o, lse, *sizes, nothing, nothing[0])
+    """The gradients of a part's queries, keys and values by the vendor's backward; `o` and `lse` are those of all keys."""
+    from autotax.kernels.gather_attention.vendor import bounds, cut, masked, widened  # brings Triton
+
+    queries, keys, pieces, dim = slice(*part.queries), slice(*part.keys), part.pieces, v.shape[3]
+    k, v = k[:, keys], v[:, keys]
+    shapes = q[:, queries].shape, k.shape, v.shape
+    d_o, q, k, v, o = cut(pieces, d_o[:, queries], q[:, queries], k, v, o[:, queries])
+    lse = lse[:, :, queries].unflatten(2, (pieces, -1)).transpose(1, 2).flatten(0, 1).contiguous()
+    if library == "cudnn" and dim < q.shape[3]:
+        library = "flash"  # not every version of cuDNN has a backward for such heads
+    if library != "cudnn":
+        d_o, v, o = (widened(tensor, q.shape[3]) for tensor in (d_o, v, o))
+    nothing, aten = lse.new_zeros(2, dtype=torch.int64), torch.ops.aten
+    sizes = None, None, q.shape[1], k.shape[1], 0.0, part.causal
+    if library == "flash" and part.left is not None:
+        given = d_o, q, k, v, o, lse, *sizes, nothing, nothing[0]
+        gradients = aten._flash_attention_backward(*given, **bounds(q, k, part.left))
     else:
-        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(d_o, q, k, v, o, lse, 0.0, causal)
-    d_q, d_k, d_v = (gradient.transpose(1, 2) for gradient in gradients)
-    return d_q, d_k, d_v
+        d_o, q, k, v, o = (tensor.transpose(1, 2) for tensor in (d_o, q, k, v, o))
+        if library == "cudnn":
+            options = nothing[0], nothing[1], None, *sizes
+            gradients = aten._scaled_dot_product_cudnn_attention_backward(d_o, q, k, v, o, lse[..., None], *options)
+        elif library == "flash":
+            gradients = aten._scaled_dot_product_flash_attention_backward(d_o, q, k, v, o, lse, *sizes, nothing, nothing[0])
+        else:
+            how = {"is_causal": False} | masked(q, k, part.causal, part.left)
+            gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(d_o, q, k, v, o, lse, 0.0, **how)
+        gradients = (gradient.transpose(1, 2) for gradient in gradients)
+    d_q, d_k, d_v = gradients
+    return d_q.reshape(shapes[0]), d_k.reshape(shapes[1]), d_v[..., :dim].reshape(shapes[2])

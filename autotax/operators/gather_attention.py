@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from autotax.core.errors import UsageError
@@ -28,6 +29,18 @@ class Part(NamedTuple):
     keys: tuple[int, int]
     causal: bool
     """Whether the i-th query sees the keys up to the i-th; else it sees all keys of the part."""
+    left: int | None = None
+    """The i-th query sees no key before the (i - left)-th. None: there is no such bound."""
+    pieces: int = 1
+    """Queries and keys are cut into this many equal pieces. A piece of queries sees only the piece of keys in its place."""
+
+    @property
+    def pairs(self) -> int:
+        """The (query, key) pairs that see each other."""
+        queries, keys = ((end - first) // self.pieces for first, end in (self.queries, self.keys))
+        area = queries * (queries + 1) // 2 if self.causal else queries * keys
+        hidden = 0 if self.left is None else queries - 1 - self.left  # the keys before the last query's first one
+        return self.pieces * (area - hidden * (hidden + 1) // 2)
 
 
 @dataclass(frozen=True)
@@ -40,6 +53,8 @@ class GatherAttention(Problem):
     - `mask="causal"`: a query sees the keys of its own position and of those before. With `"none"` it sees all keys.
     - `layout="contiguous"`: rank r has tokens r*S ... r*S + S - 1. With `"zigzag"` the sequence is cut into 2 * world_size
       chunks, and rank r has chunks r and 2 * world_size - 1 - r. So all ranks have equal work under a causal mask.
+    - `window` > 0, with a causal mask: a query sees the key of its own position and those of the window - 1 positions before.
+    - `v_dim` > 0: heads of v and of the output have that many elements, fewer than head_dim. 0: all have head_dim.
     """
 
     batch: int = size("sequences", most=65535, varying=True)
@@ -51,6 +66,8 @@ class GatherAttention(Problem):
     world_size: int = ranks()
     mask: str = choice("causal or none", ("causal", "none"), default="causal")
     layout: str = choice("contiguous or zigzag: the tokens that a rank has", ("contiguous", "zigzag"), default="contiguous")
+    window: int = size("tokens that a query sees, its own and the last ones before; 0: all", least=0, default=0, unnamed=True)
+    v_dim: int = size("elements of a head of V, a multiple of 8, fewer than of K; 0: as many", least=0, default=0, unnamed=True)
 
     op: ClassVar[str] = "gather-attention"
 
@@ -58,6 +75,13 @@ class GatherAttention(Problem):
         require_grouped(self)
         if self.head_dim % 8:
             raise UsageError(f"head_dim is {self.head_dim}; it must be a multiple of 8: give another --head-dim")
+        if self.v_dim % 8 or self.v_dim >= self.head_dim:
+            raise UsageError(
+                f"v_dim is {self.v_dim} and head_dim {self.head_dim}; v_dim must be a multiple of 8 below head_dim, or 0 for "
+                "head_dim: give another --v-dim"
+            )
+        if self.window and self.mask == "none":
+            raise UsageError(f"window is {self.window} and mask is none; a window needs a causal mask: give --mask causal")
         if self.layout == "zigzag" and self.mask == "none":
             raise UsageError(
                 "layout is zigzag and mask is none; without a mask the order of tokens does not matter: give --layout contiguous"
@@ -83,6 +107,16 @@ class GatherAttention(Problem):
         """Tokens of a chunk."""
         return self.shard_len // self.chunks
 
+    @cached_property
+    def value_dim(self) -> int:
+        """Elements of a head of v and of the output."""
+        return self.v_dim or self.head_dim
+
+    @cached_property
+    def windowed(self) -> bool:
+        """Whether some query does not see all earlier keys."""
+        return 0 < self.window < self.seq_len
+
     def chunks_of(self, rank: int) -> tuple[int, ...]:
         """The numbers of the chunks of a rank, in the order of its tokens, which is that of the sequence."""
         return (rank, 2 * self.world_size - 1 - rank)[: self.chunks]
@@ -91,8 +125,11 @@ class GatherAttention(Problem):
         """The parts of a rank's attention, its own keys first, then those of rank - 1, rank - 2 and so on.
 
         The queries and keys of two ranks that see each other form a rectangle. In the zigzag layout all queries see the first
-        chunk of a lower rank. The second chunk of queries sees all keys of a higher rank.
+        chunk of a lower rank. The second chunk of queries sees all keys of a higher rank. See `_windows` for windows. The first
+        part has all queries of the rank.
         """
+        if self.windowed:
+            return self._windows(rank)
         whole, chunk = (0, self.shard_len), self.chunk_len
         parts = [Part(rank, whole, whole, self.mask == "causal")]
         for hop in range(1, self.world_size):
@@ -105,27 +142,106 @@ class GatherAttention(Problem):
                 parts.append(Part(source, (chunk, 2 * chunk), whole, causal=False))
         return parts
 
+    def _windows(self, rank: int) -> list[Part]:
+        """The parts of a rank whose queries have windows: its chunks by themselves, then pairs of chunks, by rank of the keys.
+
+        Query i of a chunk sees key j of an earlier chunk if i + distance - j < window. So a window shorter than the distance ends
+        among the keys: the first queries see the last keys, each one key less than the query before.
+        """
+        length, whole = self.chunk_len, (0, self.shard_len)
+        parts = [Part(rank, whole, whole, True, self.window - 1 if self.window < length else None, self.chunks)]
+        for hop in range(self.world_size):
+            source = (rank - hop) % self.world_size
+            for of_keys, keys in enumerate(self.chunks_of(source)):
+                for of_queries, queries in enumerate(self.chunks_of(rank)):
+                    if keys < queries:
+                        first, begin = of_queries * length, of_keys * length
+                        parts += self._seen(source, (first, first + length), (begin, begin + length), (queries - keys) * length)
+        return parts
+
+    def _seen(self, source: int, queries: tuple[int, int], keys: tuple[int, int], distance: int) -> list[Part]:
+        """The part of some queries and earlier keys, if there is one: the first query lies `distance` behind the first key."""
+        if not self.window:
+            return [Part(source, queries, keys, causal=False)]
+        hidden = distance - self.window + 1  # keys that the first query does not see; below zero, as many queries have no bound
+        begin = max(0, hidden)
+        count = min(queries[1] - queries[0], keys[1] - keys[0] - hidden)
+        if count <= 0:
+            return []
+        left = begin - hidden if begin - hidden < count - 1 else None
+        return [Part(source, (queries[0], queries[0] + count), (keys[0] + begin, keys[1]), False, left)]
+
+    @cached_property
+    def everything(self) -> Part:
+        """The whole sequence, where one rank has it in order."""
+        whole = 0, self.seq_len
+        return Part(0, whole, whole, self.mask == "causal", self.window - 1 if self.windowed else None)
+
+    def parts_of_prefix(self, rank: int, earlier: int) -> list[Part]:
+        """The parts of a rank's queries and the keys of `earlier` tokens just before the sequence, which every rank has."""
+        if not self.window:
+            return [Part(rank, (0, self.shard_len), (0, earlier), causal=False)]
+        length = self.chunk_len
+        return [
+            part
+            for at, chunk in enumerate(self.chunks_of(rank))
+            for part in self._seen(rank, (at * length, at * length + length), (0, earlier), chunk * length + earlier)
+        ]
+
+    def ragged(self, rank: int, lengths: Sequence[int]) -> tuple[list[int], list[Part]]:
+        """Sequences of these lengths, one after the other over contiguous ranks: their lengths on a rank, and other ranks' parts.
+
+        No query sees another sequence. So only a rank's first sequence may see keys of lower ranks, and without a mask its last
+        one keys of higher ranks.
+        """
+        own, parts, size = [], [], self.shard_len
+        begin, limit = rank * size, rank * size + size
+        ends = list(accumulate(lengths))
+        for first, end in zip((0, *ends), ends, strict=False):
+            if end <= begin or first >= limit:
+                continue
+            queries = max(first, begin) - begin, min(end, limit) - begin
+            own.append(queries[1] - queries[0])
+            for hop in range(1, self.world_size):
+                source = (rank - hop) % self.world_size
+                keys = max(0, first - source * size), min(size, end - source * size)
+                if keys[0] < keys[1] and (source < rank or self.mask == "none"):
+                    parts += self._seen(source, queries, keys, (rank - source) * size + queries[0] - keys[0])
+        return own, parts
+
+    def keys_sent(self, source: int, reader: int) -> list[tuple[int, int]]:
+        """The tokens of a rank whose keys and values another one needs, as ranges (first, end) in order that do not touch."""
+        ranges: list[tuple[int, int]] = []
+        for first, end in sorted(part.keys for part in self.parts(reader) if part.source == source):
+            if ranges and first <= ranges[-1][1]:
+                ranges[-1] = ranges[-1][0], max(end, ranges[-1][1])
+            else:
+                ranges.append((first, end))
+        return ranges
+
     def pairs(self, rank: int) -> int:
         """The (query, key) pairs of a rank, of one head of one sequence, that see each other."""
-        areas = [(part, (part.queries[1] - part.queries[0]) * (part.keys[1] - part.keys[0])) for part in self.parts(rank)]
-        return sum((area + self.shard_len) // 2 if part.causal else area for part, area in areas)
+        return sum(part.pairs for part in self.parts(rank))
 
     @property
     def nbytes(self) -> int:
-        return 2 * self.batch * self.shard_len * (self.q_heads + self.kv_heads) * self.head_dim * self.item_size
+        of_heads = (self.q_heads + self.kv_heads) * (self.head_dim + self.value_dim)
+        return self.batch * self.shard_len * of_heads * self.item_size
 
     @property
     def flops(self) -> int:
         """The operations of the rank with the most pairs."""
         most = max(map(self.pairs, range(self.world_size)))
-        return 4 * self.batch * self.q_heads * self.head_dim * most
+        return 2 * self.batch * self.q_heads * (self.head_dim + self.value_dim) * most
 
     def brief(self) -> str:
         """`B 1, 64/8 heads, 8K, zigzag`"""
         length = f"{self.seq_len // 1024}K" if self.seq_len % 1024 == 0 else str(self.seq_len)
         unusual = [self.layout] if self.layout != "contiguous" else []
         unusual += ["no mask"] if self.mask == "none" else []
-        unusual += [f"dim {self.head_dim}"] if self.head_dim != 128 else []
+        unusual += [f"window {self.window}"] if self.window else []
+        unusual += [f"dim {self.head_dim}"] if self.head_dim != 128 and not self.v_dim else []
+        unusual += [f"dims {self.head_dim}/{self.v_dim}"] if self.v_dim else []
         unusual += [self.dtype] if self.dtype != "bf16" else []
         return ", ".join((f"B {self.batch}", f"{self.q_heads}/{self.kv_heads} heads", length, *unusual))
 
@@ -143,18 +259,19 @@ def draw(problem: GatherAttention, draw: Draw) -> Call:
 
     shape = problem.batch, problem.shard_len
     q = draw.normal(*shape, problem.q_heads, problem.head_dim, tensor=30)
-    k, v = (draw.normal(*shape, problem.kv_heads, problem.head_dim, tensor=tensor) for tensor in (31, 32))
+    k = draw.normal(*shape, problem.kv_heads, problem.head_dim, tensor=31)
+    v = draw.normal(*shape, problem.kv_heads, problem.value_dim, tensor=32)
     if draw.extreme:
         reach, seed, heads = SPREADS[problem.dtype], draw.seed, problem.kv_heads
         keys = powers((heads, problem.head_dim), reach.channel, seed, 30)
-        values = powers((heads, 1), reach.head, seed, 31) * powers((heads, problem.head_dim), reach.value, seed, 32)
+        values = powers((heads, 1), reach.head, seed, 31) * powers((heads, problem.value_dim), reach.value, seed, 32)
         scale(q, (1 / keys).repeat_interleave(problem.q_heads // heads, 0))
         scale(k, keys)
         scale(v, values)
-        if draw.rank == 0:  # the first token is the only one that every query sees
+        if draw.rank == 0 and not problem.windowed:  # the first token is the only one that every query sees, without a window
             # No infinity: torch's context parallelism, an alternative, merges it into a NaN.
-            v[-1, 0, -1, (seed + problem.head_dim // 2) % problem.head_dim] = math.nan
-    return Call((q, k, v), draw.empty(*shape, problem.q_heads, problem.head_dim))
+            v[-1, 0, -1, (seed + problem.value_dim // 2) % problem.value_dim] = math.nan
+    return Call((q, k, v), draw.empty(*shape, problem.q_heads, problem.value_dim))
 
 
 MOST_SCORES = 1 << 28
@@ -177,7 +294,7 @@ def reference(problem: GatherAttention, calls: Sequence[Call], rank: int) -> tup
     keys, values = (torch.cat([ordered[chunk][which] for chunk in sorted(ordered)], 1) for which in (0, 1))
     tokens = torch.arange(problem.chunk_len, device=q.device)
     places = torch.cat([chunk * problem.chunk_len + tokens for chunk in problem.chunks_of(rank)])
-    right, spread = (torch.empty(q.shape, device=q.device) for _ in range(2))
+    right, spread = (torch.empty((*q.shape[:3], problem.value_dim), device=q.device) for _ in range(2))
     group = problem.q_heads // problem.kv_heads
     rows = max(1, MOST_SCORES // (group * problem.seq_len))
     for sequence in range(problem.batch):
@@ -189,15 +306,19 @@ def reference(problem: GatherAttention, calls: Sequence[Call], rank: int) -> tup
             size.square_()
             for first in range(0, problem.shard_len, rows):
                 place = places[first : first + rows]
+                begin = max(0, int(place[0]) + 1 - problem.window) if problem.window else 0
                 end = int(place[-1]) + 1 if problem.mask == "causal" else problem.seq_len
-                scores = q[sequence, first : first + rows, of_group].float().transpose(0, 1) @ k[:end].t()
+                scores = q[sequence, first : first + rows, of_group].float().transpose(0, 1) @ k[begin:end].t()
                 scores /= math.sqrt(problem.head_dim)
                 if problem.mask == "causal":
-                    scores.masked_fill_(torch.arange(end, device=q.device) > place[:, None], -math.inf)
+                    before = place[:, None] - torch.arange(begin, end, device=q.device)
+                    scores.masked_fill_(before < 0, -math.inf)
+                    if problem.window:
+                        scores.masked_fill_(before >= problem.window, -math.inf)
                 shares = torch.softmax(scores, -1)
                 # The value of the first token may be NaN, and every query sees that token. No other value is.
-                right[sequence, first : first + rows, of_group] = (shares @ v[:end]).transpose(0, 1)
-                squares = (shares.square_() @ size[:end]).sqrt_() * most
+                right[sequence, first : first + rows, of_group] = (shares @ v[begin:end]).transpose(0, 1)
+                squares = (shares.square_() @ size[begin:end]).sqrt_() * most
                 spread[sequence, first : first + rows, of_group] = squares.transpose(0, 1)
     return right, spread
 
@@ -209,8 +330,11 @@ FLOPS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 @operator.bound(links="the links at full rate", arithmetic="the products of both matrices at the data sheet's rate")
 def bound(problem: GatherAttention, hardware: Hardware, _: Rates) -> dict[str, float]:
     """The time for the rank that receives most to receive the keys and values that it sees, and the time of its products."""
-    token = 2 * problem.batch * problem.kv_heads * problem.head_dim * problem.item_size
-    tokens = max(sum(part.keys[1] - part.keys[0] for part in problem.parts(rank)[1:]) for rank in range(problem.world_size))
+    token = problem.batch * problem.kv_heads * (problem.head_dim + problem.value_dim) * problem.item_size
+    ranks = range(problem.world_size)
+    tokens = max(
+        sum(end - first for source in ranks if source != rank for first, end in problem.keys_sent(source, rank)) for rank in ranks
+    )
     times = links_us(token * tokens, problem.world_size - 1, hardware)
     if hardware.device in FLOPS:
         times["arithmetic"] = problem.flops / FLOPS[hardware.device] * 1e6
@@ -227,13 +351,18 @@ operator.variant("push_specialized", f"{_KERNELS}.push_specialized:PushSpecializ
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
 
 
-def _with_cudnn(problem: GatherAttention, hardware: Hardware) -> bool:  # noqa: ARG001
-    """Whether torch has cuDNN's attention."""
-    return hardware.backend == "cuda"
+def _with_cudnn(problem: GatherAttention, hardware: Hardware) -> bool:
+    """Whether torch has cuDNN's attention, which has no windows."""
+    return hardware.backend == "cuda" and not problem.window
 
 
-operator.peer("torch_context_parallel", f"{_KERNELS}.peers:TorchContextParallel", where=_with_cudnn)
-operator.peer("torch_context_parallel_ring", f"{_KERNELS}.peers:TorchContextParallelRing", where=_with_cudnn)
+def _in_torch(problem: GatherAttention, hardware: Hardware) -> bool:
+    """Whether torch's context parallelism serves a problem: without windows, with heads of one size."""
+    return _with_cudnn(problem, hardware) and not problem.v_dim
+
+
+operator.peer("torch_context_parallel", f"{_KERNELS}.peers:TorchContextParallel", where=_in_torch)
+operator.peer("torch_context_parallel_ring", f"{_KERNELS}.peers:TorchContextParallelRing", where=_in_torch)
 operator.peer(
     "attention", f"{_KERNELS}.peers:AttentionAlone", modes=(), part="the attention", row="attention alone", where=_with_cudnn
 )

@@ -17,31 +17,33 @@ ACCUMULATORS = 160
 """Most float32 numbers that a thread holds: its part of the output and of the scores."""
 
 
-def _by_library(variant: str, hardware: Hardware) -> VariantSpace:
-    """The one parameter of variants with the vendor's attention is the library."""
-    libraries = LIBRARIES[hardware.backend]
+def _by_library(variant: str, problem: GatherAttention, hardware: Hardware) -> VariantSpace:
+    """The one parameter of variants with the vendor's attention is the library. cuDNN's has no windows."""
+    libraries = tuple(library for library in LIBRARIES[hardware.backend] if library != "cudnn" or not problem.window)
     return VariantSpace(variant, {"library": libraries}, (), tuple(Config.of(variant, library=library) for library in libraries))
 
 
-def bsp(problem: GatherAttention, hardware: Hardware) -> VariantSpace:  # noqa: ARG001
+def bsp(problem: GatherAttention, hardware: Hardware) -> VariantSpace:
     """See `_by_library`."""
-    return _by_library("bsp", hardware)
+    return _by_library("bsp", problem, hardware)
 
 
 def decomposed(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
     """None for one rank, which has all keys."""
-    return _by_library("decomposed", hardware) if problem.world_size > 1 else None
+    return _by_library("decomposed", problem, hardware) if problem.world_size > 1 else None
 
 
 def heads(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
     """None where the ranks do not divide the heads."""
     divided = problem.kv_heads % problem.world_size == 0
-    return _by_library("heads", hardware) if divided and problem.world_size > 1 else None
+    return _by_library("heads", problem, hardware) if divided and problem.world_size > 1 else None
 
 
 def _by_roles(problem: GatherAttention, hardware: Hardware) -> bool:
-    """Whether warps can have roles: on Hopper, where chunks are whole tiles of 128 queries, and heads have 64 or 128 elements."""
-    whole = problem.chunk_len % 128 == 0 and problem.head_dim in (64, 128)
+    """Whether warps can have roles: on Hopper, where chunks are whole tiles of 128 queries, and heads have 64 or 128 elements.
+    They know no windows.
+    """
+    whole = problem.chunk_len % 128 == 0 and problem.head_dim in (64, 128) and not problem.v_dim and not problem.window
     return hardware.target == "cuda:90" and whole and problem.world_size > 1
 
 
@@ -90,9 +92,9 @@ def _in_shared_memory(problem: GatherAttention, hardware: Hardware, *boxes: str)
 
 
 def push(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
-    """None for heads whose size is no power of two, and for one rank."""
+    """None for heads whose size is no power of two, for windows, and for one rank."""
     dim = problem.head_dim
-    if dim != power_of_two(dim) or dim < 16 or problem.world_size == 1:
+    if dim != power_of_two(dim) or dim < 16 or problem.world_size == 1 or problem.v_dim or problem.window:
         return None
     gpu = hardware.on_gpu
     most = max(16, power_of_two(problem.chunk_len))

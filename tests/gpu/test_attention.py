@@ -13,7 +13,7 @@ from autotax.nn import GatherAttention
 from autotax.operators.problems import GatherAttention as Problem
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from tests.nn.test_gather_attention import HEADS, KV_HEADS, LIMIT, SIZES, calls, drawn, far, own, right
+from tests.nn.test_gather_attention import HEADS, KV_HEADS, LIMIT, SIZES, calls, drawn, far, own, right, seen, stream
 
 VARIANTS = ("bsp", "decomposed", "heads", "copy_engine", "push_specialized", "push")
 
@@ -30,6 +30,44 @@ def test_outputs_and_gradients_are_those_of_dense_attention(ranks: Ranks, layout
     if (layout, mask, variant) == ("contiguous", "causal", "push_specialized"):
         pytest.skip("rank 0 sees no keys of rank 1")
     for found in ranks.run(calls, layout, mask, variant, timeout=60):
+        assert max(found) < LIMIT, found
+
+
+@pytest.mark.parametrize("variant", ["bsp", "decomposed", "heads"])
+@pytest.mark.parametrize(
+    ("layout", "mask", "window", "dims"),
+    [
+        ("contiguous", "causal", 1, None),
+        ("zigzag", "causal", 100, None),
+        ("contiguous", "causal", 300, None),
+        ("contiguous", "causal", 1000, None),  # more than a rank has
+        ("zigzag", "causal", 700, (192, 128)),
+        ("zigzag", "causal", 0, (192, 128)),
+        ("contiguous", "none", 0, (192, 128)),
+    ],
+)
+def test_windows_and_heads_of_two_sizes_are_those_of_dense_attention(
+    ranks: Ranks, layout: str, mask: str, window: int, dims: tuple[int, int] | None, variant: str
+) -> None:
+    for found in ranks.run(calls, layout, mask, variant, window, dims, timeout=60):
+        assert max(found) < LIMIT, found
+
+
+@pytest.mark.parametrize(
+    ("lengths", "causal", "window", "dims"),
+    [
+        ([100, 1, 700, 223], True, 0, None),
+        ([1024], False, 0, None),
+        ([511, 2, 511], True, 100, None),
+        ([512, 512], True, 0, (192, 128)),
+        ([300, 724], True, 600, (192, 128)),
+    ],
+    ids=str,
+)
+def test_a_query_sees_no_other_sequence_of_a_stream(
+    ranks: Ranks, lengths: list[int], causal: bool, window: int, dims: tuple[int, int] | None
+) -> None:
+    for found in ranks.run(stream, lengths, causal, window, dims, timeout=60):
         assert max(found) < LIMIT, found
 
 
@@ -53,7 +91,7 @@ def replayed(world: World, variant: str) -> list[float]:
         for tensor, values in zip(static, whole, strict=False):
             tensor.copy_(own(world, values, "zigzag"))
         graph.replay()
-        expected = right(whole, causal=True)[:1]
+        expected = right(whole, seen(tokens, True, device=world.device))[:1]
         found += [far(world, [out], expected, "zigzag") for out in outs]
     module.close()
     return found

@@ -60,6 +60,9 @@ PROBLEMS += [
     GatherAttention(2, 6, 2, 64, 384 * WORLD, "fp16", WORLD),
     GatherAttention(1, 4, 4, 128, 1002 * WORLD, "bf16", WORLD, layout="zigzag"),  # no block divides the chunks
     GatherAttention(2, 8, 2, 128, 512 * WORLD, "bf16", WORLD, "none"),
+    GatherAttention(1, 8, 2, 128, 1024 * WORLD, "bf16", WORLD, layout="zigzag", window=300),
+    GatherAttention(2, 8, 2, 64, 500 * WORLD, "fp16", WORLD, window=700),
+    GatherAttention(1, 8, 8, 192, 1024 * WORLD, "bf16", WORLD, layout="zigzag", v_dim=128),
 ]
 CASES = [(problem, variant) for problem in PROBLEMS for variant in space_for(problem, detect()).variants]
 WAYS = [(problem, way) for problem in PROBLEMS if isinstance(problem, FlashDecode) for way in ways_to_exchange(space_for(problem, detect()))]  # noqa: E501  # fmt: skip

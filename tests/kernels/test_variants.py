@@ -41,6 +41,11 @@ PROBLEMS: dict[int, list[Problem]] = {
         GatherAttention(2, 4, 2, 32, 96, "bf16", 2, layout="zigzag"),
         GatherAttention(1, 3, 1, 16, 44, "fp16", 2),  # of 22 tokens no block divides
         GatherAttention(2, 2, 2, 24, 36, "bf16", 2, "none"),
+        GatherAttention(2, 4, 2, 32, 96, "bf16", 2, window=11),
+        GatherAttention(1, 4, 2, 32, 88, "fp16", 2, window=57),  # more than a rank has
+        GatherAttention(2, 4, 2, 32, 96, "bf16", 2, layout="zigzag", window=1),
+        GatherAttention(2, 4, 2, 48, 96, "bf16", 2, layout="zigzag", window=31, v_dim=32),
+        GatherAttention(2, 4, 4, 48, 96, "bf16", 2, "none", v_dim=32),
         GemmReduceScatter(37, 45, 72, "bf16", "scattered", 2),
         GemmReduceScatter(21, 96, 400, "fp32", "replicated", 2, "kn"),
         GemmReduceScatter(1, 1, 1, "fp16", "replicated", 2),  # more ranks than rows
@@ -60,6 +65,8 @@ PROBLEMS: dict[int, list[Problem]] = {
         FlashDecode(2, 4, 2, 32, 1, "bf16", 3),  # ranks without tokens
         GatherAttention(1, 3, 3, 16, 54, "bf16", 3, layout="zigzag"),
         GatherAttention(1, 4, 1, 64, 3, "bf16", 3),  # a token on a rank
+        GatherAttention(1, 3, 3, 16, 54, "bf16", 3, layout="zigzag", window=15),
+        GatherAttention(1, 6, 3, 24, 54, "fp16", 3, window=20, v_dim=16),
         GemmReduceScatter(4, 70, 33, "fp16", "scattered", 3, "kn"),  # a rank without rows
         GemmReduceScatter(50, 33, 40, "bf16", "replicated", 3),
         DecodeMerge(2, 5, 9, "fp32", 3),

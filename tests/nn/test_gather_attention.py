@@ -1,4 +1,6 @@
-"""GatherAttention on CPU ranks against dense attention: outputs, gradients, compiled calls, other sizes, refusals."""
+"""GatherAttention on CPU ranks against dense attention: outputs, gradients, compiled calls, other sizes, windows, ragged streams,
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,17 @@ def ranks() -> Iterator[Ranks]:
         yield two
 
 
-def drawn(length: int, dim: int = DIM, device: str | torch.device = "cpu") -> list[Tensor]:
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(4) as more:
+        yield more
+
+
+def drawn(length: int, dim: int = DIM, device: str | torch.device = "cpu", v_dim: int = 0, batch: int = 2) -> list[Tensor]:
     """Q, K, V and the gradient of the output, of the whole sequence."""
     random = torch.Generator().manual_seed(length)
-    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    return [torch.randn(2, length, many, dim, generator=random).to(device, torch.bfloat16) for many in heads]
+    heads = (HEADS, dim), (KV_HEADS, dim), (KV_HEADS, v_dim or dim), (HEADS, v_dim or dim)
+    return [torch.randn(batch, length, *shape, generator=random).to(device, torch.bfloat16) for shape in heads]
 
 
 def own(world: World, whole: Tensor, layout: str) -> Tensor:
@@ -47,51 +55,58 @@ def own(world: World, whole: Tensor, layout: str) -> Tensor:
     return torch.cat([chunks[number] for number in numbers], 1)
 
 
-def right(tensors: list[Tensor], causal: bool) -> list[Tensor]:
+def seen(tokens: int, causal: bool, window: int = 0, device: str | torch.device = "cpu") -> Tensor:
+    """Which keys each query sees."""
+    before = torch.arange(tokens, device=device)[:, None] - torch.arange(tokens, device=device)
+    return (before >= 0) & (before < (window or tokens)) if causal else torch.ones_like(before, dtype=torch.bool)
+
+
+def right(tensors: list[Tensor], mask: Tensor) -> list[Tensor]:
     """The output and the gradients of Q, K and V, float32."""
     q, k, v = (tensor.float().requires_grad_() for tensor in tensors[:3])
     heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    o = scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=True).transpose(1, 2)
+    o = scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True).transpose(1, 2)
     o.backward(tensors[3].float())
     return [o.detach(), *(tensor.grad for tensor in (q, k, v) if tensor.grad is not None)]
 
 
-def right_lse(tensors: list[Tensor], causal: bool) -> Tensor:
+def right_lse(tensors: list[Tensor], mask: Tensor) -> Tensor:
     """The log-sum-exps of all queries, float32 [batch, tokens, q_heads]."""
     q, k = (tensor.float().transpose(1, 2) for tensor in tensors[:2])
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3) / q.shape[3] ** 0.5
-    if causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    return scores.logsumexp(3).transpose(1, 2)
+    return scores.masked_fill(~mask, -torch.inf).logsumexp(3).transpose(1, 2)
 
 
 def far(world: World, results: list[Any], expected: list[Tensor], layout: str) -> float:
-    """The greatest deviation, relative to the greatest number of each tensor."""
+    """The greatest deviation, relative to the greatest number of each tensor. Gradients of queries with one key are zero."""
     pairs = [(result, own(world, whole, layout)) for result, whole in zip(results, expected, strict=True)]
-    return max(float((result.float() - part).abs().max() / part.abs().max()) for result, part in pairs)
+    return max(float((result.float() - part).abs().max() / part.abs().max().clamp_min(0.1)) for result, part in pairs)
 
 
-def calls(world: World, layout: str, mask: str, variant: str) -> list[float]:
+def calls(
+    world: World, layout: str, mask: str, variant: str, window: int = 0, dims: tuple[int, int] | None = None
+) -> list[float]:  # fmt: skip
     """Deviations of a plain call, of one into `out`, of a recorded one, of a shorter one and of a compiled one."""
     dim, tokens = SIZES[world.device.type]
-    problem = Problem(2, HEADS, KV_HEADS, dim, tokens, "bf16", world.size, mask, layout)
+    dim, v_dim = dims or (dim, 0)
+    problem = Problem(2, HEADS, KV_HEADS, dim, tokens, "bf16", world.size, mask, layout, window, v_dim)
     config: Config = space_for(problem, detect(world.backend)).default(variant)
     causal = mask == "causal"
-    module = GatherAttention(
-        KV_HEADS, HEADS, dim, tokens, max_batch=2, causal=causal, layout=layout, device=world.device, config=config
-    )
+    more = {"causal": causal, "layout": layout, "window": window, "v_dim": v_dim}
+    module = GatherAttention(KV_HEADS, HEADS, dim, tokens, max_batch=2, device=world.device, config=config, **more)  # type: ignore[arg-type]
     found = []
     for length in (tokens, tokens // 2):
-        tensors = drawn(length, dim, world.device)
-        expected = right(tensors, causal)
+        tensors = drawn(length, dim, world.device, v_dim)
+        visible = seen(length, causal, window, world.device)
+        expected = right(tensors, visible)
         mine = [own(world, tensor, layout) for tensor in tensors]
         q, k, v, d_o = mine
         found.append(far(world, [module(q, k, v)], expected[:1], layout))
-        out = torch.empty_like(q)
+        out = torch.empty_like(d_o)
         assert module(q, k, v, out) is out
         found.append(far(world, [out], expected[:1], layout))
         o, lse = module(q, k, v, return_lse=True)
-        found.append(far(world, [o, lse.transpose(1, 2)], [expected[0], right_lse(tensors, causal)], layout))
+        found.append(far(world, [o, lse.transpose(1, 2)], [expected[0], right_lse(tensors, visible)], layout))
         leaves = [tensor.clone().requires_grad_() for tensor in mine[:3]]
         o = module(*leaves)
         o.backward(d_o)
@@ -132,18 +147,109 @@ def test_outputs_and_gradients_are_those_of_dense_attention(ranks: Ranks, layout
         assert max(found) < LIMIT, found
 
 
-def behind(world: World, layout: str, variant: str) -> list[float]:
+WINDOWS = [
+    ("contiguous", "decomposed", 9, None),
+    ("zigzag", "decomposed", 40, (24, 16)),
+    *(
+        pytest.param(layout, variant, window, dims, marks=pytest.mark.volume)
+        for layout, variant, window, dims in (
+            ("contiguous", "bsp", 45, None),
+            ("contiguous", "heads", 9, (24, 16)),
+            ("zigzag", "bsp", 1, None),
+            ("zigzag", "heads", 20, None),
+            ("zigzag", "bsp", 64, None),
+            ("contiguous", "decomposed", 0, (24, 16)),
+            ("zigzag", "heads", 0, (24, 16)),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "variant", "window", "dims"), WINDOWS)
+def test_windows_and_heads_of_two_sizes_are_those_of_dense_attention(
+    ranks: Ranks, layout: str, variant: str, window: int, dims: tuple[int, int] | None
+) -> None:
+    for found in ranks.run(calls, layout, "causal", variant, window, dims, timeout=200):
+        assert max(found) < LIMIT, found
+
+
+@pytest.mark.parametrize(("layout", "window"), [("contiguous", 1), ("zigzag", 5), ("contiguous", 40), ("zigzag", 23)])
+def test_windows_on_four_ranks(four: Ranks, layout: str, window: int) -> None:
+    for found in four.run(calls, layout, "causal", "decomposed", window, timeout=200):
+        assert max(found) < LIMIT, found
+
+
+def stream(world: World, lengths: list[int], causal: bool, window: int = 0, dims: tuple[int, int] | None = None) -> list[float]:
+    """Deviations of the outputs and log-sum-exps of sequences of these lengths, of calls, compiled or not."""
+    dim, v_dim = dims or (SIZES[world.device.type][0], 0)
+    tokens = sum(lengths)
+    more = {"causal": causal, "window": window, "v_dim": v_dim}
+    module = GatherAttention(KV_HEADS, HEADS, dim, 2 * tokens, max_batch=2, device=world.device, **more)  # type: ignore[arg-type]
+    tensors = drawn(tokens, dim, world.device, v_dim, batch=1)
+    number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(world.device)
+    mask = seen(tokens, causal, window, world.device) & (number[:, None] == number)
+    expected = [right(tensors, mask)[0], right_lse(tensors, mask)]
+    q, k, v = (own(world, tensor, "contiguous") for tensor in tensors[:3])
+    call = lambda *given: module(*given, lengths=lengths, return_lse=True)  # noqa: E731
+    torch.compiler.reset()
+    results = [call(q, k, v), torch.compile(call, backend="aot_eager", fullgraph=True)(q, k, v)]
+    assert torch.equal(module(q, k, v, lengths=lengths), results[0][0])
+    found = [far(world, [o, lse.transpose(1, 2)], expected, "contiguous") for o, lse in results]
+    module.close()
+    return found
+
+
+STREAMS: list[tuple[list[int], bool, int, tuple[int, int] | None]] = [
+    ([3, 45, 16], True, 0, None),
+    ([20, 1, 43], False, 0, None),
+    ([10, 54], True, 21, None),
+    ([64], True, 0, (24, 16)),
+    ([16] * 4, True, 0, None),
+    ([1] * 7 + [57], True, 1, (24, 16)),
+]
+
+
+@pytest.mark.parametrize(("lengths", "causal", "window", "dims"), STREAMS, ids=str)
+def test_a_query_sees_no_other_sequence_of_a_stream(
+    four: Ranks, lengths: list[int], causal: bool, window: int, dims: tuple[int, int] | None
+) -> None:
+    for found in four.run(stream, lengths, causal, window, dims, timeout=200):
+        assert max(found) < LIMIT, found
+
+
+def test_one_process_alone_attends_to_a_stream_and_has_windows_and_heads_of_two_sizes() -> None:
+    for layout, lengths in (("contiguous", [20, 1, 43]), ("contiguous", None), ("zigzag", None)):
+        module = GatherAttention(KV_HEADS, HEADS, 24, TOKENS, layout=layout, window=11, v_dim=16, device="cpu")
+        q, k, v, d_o = tensors = drawn(TOKENS, 24, v_dim=16, batch=1)
+        mask = seen(TOKENS, True, 11)
+        if lengths:
+            number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+            mask &= number[:, None] == number
+        expected = right(tensors, mask)
+        o, lse = module(q, k, v, lengths=lengths, return_lse=True)
+        torch.testing.assert_close(o.float(), expected[0], rtol=LIMIT, atol=LIMIT)
+        torch.testing.assert_close(lse.transpose(1, 2), right_lse(tensors, mask), rtol=1e-3, atol=1e-3)
+        if not lengths:
+            leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+            module(*leaves).backward(d_o)
+            for leaf, whole in zip(leaves, expected[1:], strict=True):
+                assert leaf.grad is not None
+                assert float((leaf.grad.float() - whole).abs().max() / whole.abs().max()) < LIMIT
+
+
+def behind(world: World, layout: str, variant: str, window: int) -> list[float]:
     """Deviations of outputs and log-sum-exps of queries that see 24 earlier keys: of calls, compiled or not, of two lengths."""
-    problem = Problem(2, HEADS, KV_HEADS, DIM, TOKENS, "bf16", world.size, layout=layout)
+    problem = Problem(2, HEADS, KV_HEADS, DIM, TOKENS, "bf16", world.size, layout=layout, window=window)
     config = space_for(problem, detect("cpu")).default(variant)
-    module = GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, max_batch=2, layout=layout, device="cpu", config=config)
+    more = {"layout": layout, "window": window}
+    module = GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, max_batch=2, device="cpu", config=config, **more)  # type: ignore[arg-type]
     both = lambda *given: module(*given[:3], prefix=given[3:], return_lse=True)  # noqa: E731
     call = torch.compile(both, backend="aot_eager", fullgraph=True)
     found = []
     for length in (TOKENS, TOKENS // 2):
         q, k, v = drawn(length)[:3]
         earlier = [tensor[:, :24].flip(1) for tensor in drawn(TOKENS)[1:3]]
-        o, lse = dense_behind(q, k, v, *earlier)
+        o, lse = dense_behind(q, k, v, *earlier, window)
         mine = [own(world, tensor, layout) for tensor in (q, k, v)]
         results = [both(*mine, *earlier), call(*mine, *earlier)]
         assert torch.equal(module(*mine, prefix=earlier), results[0][0])
@@ -152,26 +258,37 @@ def behind(world: World, layout: str, variant: str) -> list[float]:
     return found
 
 
-def dense_behind(q: Tensor, k: Tensor, v: Tensor, earlier_k: Tensor, earlier_v: Tensor) -> tuple[Tensor, Tensor]:
+def dense_behind(q: Tensor, k: Tensor, v: Tensor, earlier_k: Tensor, earlier_v: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exps [batch, tokens, q_heads] of causal queries that see earlier keys too, float32."""
     group, earlier = q.shape[2] // k.shape[2], earlier_k.shape[1]
     keys, values = (torch.cat(pair, 1).float().repeat_interleave(group, 2) for pair in ((earlier_k, k), (earlier_v, v)))
     scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), keys) / q.shape[3] ** 0.5
-    scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(earlier + 1), -torch.inf)
+    scores = scores.masked_fill(~seen(keys.shape[1], True, window)[earlier:], -torch.inf)
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(3), values), scores.logsumexp(3).transpose(1, 2)
 
 
-@pytest.mark.parametrize(("layout", "variant"), [("zigzag", "push"), ("contiguous", "decomposed"), ("zigzag", "bsp")])
-def test_queries_see_a_prefix_that_every_rank_has(ranks: Ranks, layout: str, variant: str) -> None:
-    for found in ranks.run(behind, layout, variant, timeout=200):
+@pytest.mark.parametrize(
+    ("layout", "variant", "window"),
+    [
+        ("zigzag", "push", 0),
+        ("contiguous", "decomposed", 0),
+        ("zigzag", "bsp", 0),
+        ("contiguous", "bsp", 15),
+        ("zigzag", "decomposed", 30),
+        ("contiguous", "bsp", 80),
+    ],
+)
+def test_queries_see_a_prefix_that_every_rank_has(ranks: Ranks, layout: str, variant: str, window: int) -> None:
+    for found in ranks.run(behind, layout, variant, window, timeout=200):
         assert max(found) < LIMIT, found
 
 
-def test_one_process_alone_sees_a_prefix() -> None:
-    module = GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, max_batch=2, device="cpu")
+@pytest.mark.parametrize("window", [0, 30])
+def test_one_process_alone_sees_a_prefix(window: int) -> None:
+    module = GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, max_batch=2, window=window, device="cpu")
     q, k, v, _ = drawn(TOKENS)
     earlier = k[:, :24].flip(1), v[:, :24].flip(1)
-    o, lse = dense_behind(q, k, v, *earlier)
+    o, lse = dense_behind(q, k, v, *earlier, window)
     found, sums = module(q, k, v, prefix=earlier, return_lse=True)
     assert float((found.float() - o).abs().max() / o.abs().max()) < LIMIT
     torch.testing.assert_close(sums.transpose(1, 2), lse, rtol=1e-3, atol=1e-3)
@@ -201,13 +318,13 @@ def test_one_process_alone_is_dense_attention() -> None:
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     o = module(*leaves)
     o.backward(d_o)
-    for result, whole in zip([o.detach(), *(leaf.grad for leaf in leaves)], right(tensors, True), strict=True):
+    for result, whole in zip([o.detach(), *(leaf.grad for leaf in leaves)], right(tensors, seen(TOKENS, True)), strict=True):
         assert result is not None
         assert float((result.float() - whole).abs().max() / whole.abs().max()) < LIMIT
     assert torch.equal(module(q, k, v), o)
     again, lse = module(q, k, v, return_lse=True)
     assert torch.equal(again, o)
-    torch.testing.assert_close(lse.transpose(1, 2), right_lse(tensors, True), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse.transpose(1, 2), right_lse(tensors, seen(TOKENS, True)), rtol=1e-3, atol=1e-3)
 
 
 def test_what_is_not_allowed_is_refused_in_one_line() -> None:
@@ -233,3 +350,24 @@ def test_what_is_not_allowed_is_refused_in_one_line() -> None:
             module(q, k, v, prefix=prefix)
     with pytest.raises(UsageError, match="layout is zigzag and mask is none"):
         GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, causal=False, layout="zigzag", device="cpu")
+    one = q[:1], k[:1], v[:1]
+    for lengths in ([32, 31], [64, 0], [32.0, 32], 64, [-1, 65], []):
+        with pytest.raises(UsageError, match="lengths is") as refusal:
+            module(*one, lengths=lengths)
+        assert "\n" not in str(refusal.value)
+    with pytest.raises(UsageError, match="lengths is given with a batch of 2"):
+        module(q, k, v, lengths=[64])
+    with pytest.raises(UsageError, match="lengths is given with out, prefix or gradients"):
+        module(one[0].clone().requires_grad_(), *one[1:], lengths=[64])
+    zigzag = GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, layout="zigzag", device="cpu")
+    with pytest.raises(UsageError, match="the layout zigzag"):
+        zigzag(*one, lengths=[64])
+    for wrong_options, message in (
+        ({"window": 8, "causal": False}, "window is 8 and mask is none"),
+        ({"window": -1}, "window is -1"),
+        ({"v_dim": 12}, "v_dim is 12"),
+        ({"v_dim": 32}, "v_dim is 32"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, device="cpu", **wrong_options)  # type: ignore[arg-type]
+    assert GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, device="cpu", v_dim=DIM)(*one).shape == one[0].shape

@@ -90,7 +90,10 @@ def attentions(draw: st.DrawFn, most: int = 1024) -> GatherAttention:
     mask, layout = draw(st.sampled_from((("causal", "zigzag"), ("causal", "contiguous"), ("none", "contiguous"))))
     dim, tokens = draw(st.sampled_from([8, 16, 64, 80, 128, 256])), draw(sizes(most)) * world * 2
     dtype = draw(st.sampled_from(["bf16", "fp16"]))
-    return GatherAttention(draw(st.integers(1, 3)), kv_heads * group, kv_heads, dim, tokens, dtype, world, mask, layout)
+    window = draw(st.just(0) | st.integers(1, tokens)) if mask == "causal" else 0
+    v_dim = draw(st.just(0) | st.integers(1, dim // 8 - 1).map(lambda eighths: 8 * eighths)) if dim > 8 else 0
+    shape = draw(st.integers(1, 3)), kv_heads * group, kv_heads, dim, tokens
+    return GatherAttention(*shape, dtype, world, mask, layout, window, v_dim)
 
 
 dtypes = st.sampled_from(["bf16", "fp16", "fp32"])

@@ -52,11 +52,11 @@ class AttentionAlone(Bsp):
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:  # noqa: ARG002
         super().__init__(problem, Config.of("bsp", library="cudnn"), context)
         self.whole = self.gathered
-        self._gathered: dict[int, Tensor] = {}
+        self._gathered: dict[int, list[Tensor]] = {}
 
     def gather(self, k: Tensor, v: Tensor) -> None:
         if k.data_ptr() not in self._gathered and not self.context.dry:
-            self.gathered = torch.empty_like(self.whole)
+            self.gathered = [torch.empty_like(tensor) for tensor in self.whole]
             super().gather(k, v)
             self._gathered[k.data_ptr()] = self.gathered
         self.gathered = self._gathered.get(k.data_ptr(), self.whole)

@@ -325,7 +325,7 @@ class CopyEngine(CopiedKeys, RolesKernel):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         context, dim, block_n = self.context, self.problem.head_dim, self.constants["BLOCK_N"]
-        inbox = self.inbox[self.send_all(k, v)]  # of fewer tokens, too, the second slot begins in the middle of the memory
+        inbox = self.inbox[0][self.send_all(k, v)]  # of fewer tokens, too, the second slot begins in the middle of the memory
         context.launch(
             attend_kernel, (self.tiles if self.config["grid"] == "tiles" else min(self.tiles, context.processors),),
             self.view(q, BOX, dim), *(self.view(keys, block_n, dim) for keys in (k, v, inbox)),

@@ -1,12 +1,14 @@
 """Attention by the vendor, part by part, in the variants `bsp`, `heads` and `decomposed`.
 
 No library of torch masks queries that begin behind the first key. So a causal rank attends to its own keys causally and to those
-of each other rank without a mask (see `GatherAttention.parts`), and the results are merged by their log-sum-exps.
+of each other rank without a mask (see `GatherAttention.parts`), and the results are merged by their log-sum-exps. With windows
+some parts have a bound on the left, too, which cuDNN's attention lacks.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -29,22 +31,79 @@ Partial = tuple[Tensor, Tensor]
 """O and its log-sum-exps, which may have any strides."""
 
 
-def attend(library: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Partial:
-    """Attention of q [batch, queries, q_heads, head_dim] to k and v [batch, keys, kv_heads, head_dim], by an operator of torch.
+def attend(library: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, left: int | None = None) -> Partial:
+    """Attention of q [batch, queries, q_heads, head_dim] to k [batch, keys, kv_heads, head_dim] and v, by an operator of torch.
 
-    `library` is "cudnn", "flash" or "cpu". Returns O, shaped like q, and the log-sum-exps of base e, float32 [batch, q_heads,
-    queries]. Both are allocated by torch, in a capture from the graph's pool. With `causal` there are as many queries as keys,
-    and the i-th sees the keys up to the i-th.
+    `library` is "cudnn", "flash" or "cpu". Returns O [batch, queries, q_heads, elements of a head of v] and the log-sum-exps of base
+    e, float32 [batch, q_heads, queries]. Both are allocated by torch, in a capture from the graph's pool. With `causal` there are as
+    many queries as keys, and the i-th sees the keys up to the i-th. With `left` the i-th sees no key before the (i - left)-th, which
+    cuDNN's attention does not support.
     """
+    aten, dim = torch.ops.aten, v.shape[3]
+    if library != "cudnn":
+        v = widened(v, q.shape[3])
+    if library == "flash" and left is not None:
+        o, lse, *_ = aten._flash_attention_forward(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, **bounds(q, k, left))
+        return o[..., :dim].contiguous(), lse
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    aten = torch.ops.aten
     if library == "cudnn":
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
     elif library == "flash":
         o, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
     else:
-        o, lse, *_ = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return o.transpose(1, 2).contiguous(), lse.reshape(q.shape[:3])
+        o, lse, *_ = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, **masked(q, k, causal, left))
+    return o[..., :dim].transpose(1, 2).contiguous(), lse.reshape(q.shape[:3])
+
+
+def widened(tensor: Tensor, dim: int) -> Tensor:
+    """Heads of `dim` elements, the last ones zero: most libraries take heads of one size."""
+    return tensor if tensor.shape[3] == dim else torch.nn.functional.pad(tensor, (0, dim - tensor.shape[3]))
+
+
+def bounds(q: Tensor, k: Tensor, left: int) -> dict[str, int]:
+    """The window of flash attention, which aligns the last query with the last key."""
+    return {"window_size_left": left + k.shape[1] - q.shape[1]}
+
+
+def masked(q: Tensor, k: Tensor, causal: bool, left: int | None) -> dict[str, Any]:
+    """The mask of attention for CPUs; q and k are [batch, heads, tokens, head_dim]."""
+    if left is None:
+        return {"is_causal": causal}
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(-left)
+    seen = seen.tril() if causal else seen
+    return {"attn_mask": torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)}
+
+
+def cut(pieces: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each tensor [batch, tokens, ...] as [batch * pieces, tokens / pieces, ...]."""
+    return tensors if pieces == 1 else tuple(tensor.reshape(-1, tensor.shape[1] // pieces, *tensor.shape[2:]) for tensor in tensors)
+
+
+def attend_part(library: str, part: Part, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    """Attention of the queries of a part to its keys, which are among the tokens of k and v."""
+    queries, keys, pieces = slice(*part.queries), slice(*part.keys), part.pieces
+    o, lse = attend(library, *cut(pieces, q[:, queries], k[:, keys], v[:, keys]), causal=part.causal, left=part.left)
+    if pieces == 1:
+        return o, lse
+    lse = lse.view(len(q), pieces, *lse.shape[1:]).transpose(1, 2)
+    return o.view(len(q), -1, *o.shape[2:]), lse.reshape(*lse.shape[:2], -1)
+
+
+def attend_ragged(library: str, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], ends: Tensor, how: Part) -> Partial:
+    """Attention within sequences of these lengths, one after the other along the tokens of a batch of one. `how` says which keys a
+    query sees. `ends` are the sums of the lengths, from 0 on, int32 on the device of q.
+    """
+    if library == "cpu":
+        shards = zip(*(tensor.split(list(lengths), 1) for tensor in (q, k, v)), strict=True)
+        results = [attend(library, *shard, causal=how.causal, left=how.left) for shard in shards]
+        return torch.cat([o for o, _ in results], 1), torch.cat([lse for _, lse in results], 2)
+    most, dim = max(lengths), v.shape[3]
+    sequences = q[0], k[0], widened(v, q.shape[3])[0], ends, ends, most, most
+    window = {} if how.left is None else {"window_size_left": how.left}
+    o, lse, *_ = torch.ops.aten._flash_attention_forward(*sequences, 0.0, how.causal, False, **window)
+    if lse.dim() == 3:  # by sequences, as some versions give it
+        lse = torch.cat([of_one[:, :length] for of_one, length in zip(lse, lengths, strict=True)], 1)
+    return o[None, ..., :dim].contiguous(), lse[None]
 
 
 MERGED_ROWS = 32
@@ -104,19 +163,22 @@ class VendorAttention(Kernel[GatherAttention]):
 
     def part(self, part: Part, q: Tensor, k: Tensor, v: Tensor, whole: Partial | None) -> Partial:
         """Attends to a part, whose keys are among the tokens of k and v, and merges the result into `whole`, if that is given."""
-        (first, end), keys = part.queries, slice(*part.keys)
+        (first, end), dim = part.queries, self.problem.value_dim
         if q.is_meta:
-            result = q[:, first:end], q.new_empty(len(q), q.shape[2], end - first, dtype=torch.float32)
+            result = q[:, first:end, :, :dim], q.new_empty(len(q), q.shape[2], end - first, dtype=torch.float32)
         else:  # in a rehearsal too: the library builds a plan for new shapes
-            result = attend(self.library, q[:, first:end], k[:, keys], v[:, keys], causal=part.causal)
-        if whole is None:
-            return result
-        problem, rows = self.problem, (end - first) * self.problem.q_heads
-        group = math.gcd(rows, MERGED_ROWS)
-        constants: dict[str, Any] = {"GROUP": group, "HEAD_DIM": problem.head_dim, "BLOCK_D": max(16, power_of_two(problem.head_dim))}
+            result = attend_part(self.library, part, q, k, v)
+        return result if whole is None else self.merge(whole, result, first)
+
+    def merge(self, whole: Partial, result: Partial, first: int) -> Partial:
+        """Merges the result of some queries, from `first` on, into that of all queries of a rank."""
+        (o, sums), (more, more_sums) = whole, result
+        added, heads, dim = more.shape[1], self.problem.q_heads, self.problem.value_dim
+        group = math.gcd(added * heads, MERGED_ROWS)
+        constants: dict[str, Any] = {"GROUP": group, "HEAD_DIM": dim, "BLOCK_D": max(16, power_of_two(dim))}
         self.context.launch(
-            merge_part_kernel, (rows // group, len(q)), *whole, *result, first, q.shape[1], end - first, problem.q_heads,
-            *whole[1].stride(), *result[1].stride(), **constants, num_warps=4,
+            merge_part_kernel, (added * heads // group, len(o)), o, sums, more, more_sums, first, o.shape[1], added, heads,
+            *sums.stride(), *more_sums.stride(), **constants, num_warps=4,
         )  # fmt: skip
         return whole
 
@@ -126,10 +188,10 @@ class Bsp(VendorAttention):
 
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        shape = problem.world_size, problem.batch, problem.shard_len, problem.kv_heads, problem.head_dim
-        self.gathered = context.empty((2, *shape), context.dtype(problem))
+        shapes, kind = shapes_of_all(problem), context.dtype(problem)
         ordered = problem.mask == "none" and problem.batch > 1
-        self.ordered = context.empty((2, *shape) if ordered else (0,), self.gathered.dtype)
+        self.gathered = [context.empty(shape, kind) for shape in shapes]
+        self.ordered = [context.empty(shape, kind) for shape in shapes] if ordered else []
 
     def gather(self, k: Tensor, v: Tensor) -> None:
         """One call of the collective library for K and V. Libraries for CPU ranks need two calls."""
@@ -146,25 +208,47 @@ class Bsp(VendorAttention):
         if problem.mask == "none":
             whole = self.gathered
             if problem.batch > 1:
-                whole = self.ordered.view(2, problem.batch, problem.world_size, *k.shape[1:])
-                self.context.copy(whole, self.gathered.transpose(1, 2))
-            keys, values = whole.view(2, problem.batch, problem.seq_len, *k.shape[2:])
+                whole = self.ordered
+                for ordered, gathered in zip(self.ordered, self.gathered, strict=True):
+                    self.context.copy(ordered.view(problem.batch, problem.world_size, *gathered.shape[2:]), gathered.transpose(0, 1))
+            keys, values = (tensor.view(problem.batch, problem.seq_len, *tensor.shape[3:]) for tensor in whole)
             everything = Part(self.context.rank, (0, problem.shard_len), (0, problem.seq_len), causal=False)
             o, self.lse = self.part(everything, q, keys, values, None)
             return o
         result: Partial | None = None
         for part in problem.parts(self.context.rank):
-            keys, values = (k, v) if result is None else self.gathered[:, part.source]
+            own = part.source == self.context.rank
+            keys, values = (k, v) if own else (tensor[part.source] for tensor in self.gathered)
             result = self.part(part, q, keys, values, result)
         assert result is not None
         o, self.lse = result
         return o
 
+    def ragged(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], ends: Tensor) -> Partial:
+        """Attention of a stream of sequences of these lengths on all ranks (see `GatherAttention.ragged` and `attend_ragged`)."""
+        problem, rank = self.problem, self.context.rank
+        own, parts = problem.ragged(rank, lengths)
+        if any(problem.ragged(each, lengths)[1] for each in range(problem.world_size)):
+            self.gather(k, v)
+        library = "flash" if self.library == "cudnn" else self.library
+        whole = attend_ragged(library, q, k, v, own, ends, problem.everything)
+        for part in parts:
+            keys, values = (tensor[part.source] for tensor in self.gathered)
+            whole = self.part(part, q, keys, values, whole)
+        return whole
+
     def changes_for(self, smaller: GatherAttention) -> dict[str, Any]:
         """Any number of sequences and tokens: the collective is called with the sizes of the call."""
-        shape = 2, smaller.world_size, smaller.batch, smaller.shard_len, smaller.kv_heads, smaller.head_dim
-        kept = {name: memory for name, memory in (("gathered", self.gathered), ("ordered", self.ordered)) if memory.numel()}
-        return {name: memory.view(-1)[: math.prod(shape)].view(shape) for name, memory in kept.items()}
+        return {
+            name: [tensor.view(-1)[: math.prod(shape)].view(shape) for tensor, shape in zip(memory, shapes_of_all(smaller), strict=False)]
+            for name, memory in (("gathered", self.gathered), ("ordered", self.ordered))
+        }
+
+
+def shapes_of_all(problem: GatherAttention) -> list[tuple[int, ...]]:
+    """The shapes of K and V of all ranks, by ranks."""
+    shape = problem.world_size, problem.batch, problem.shard_len, problem.kv_heads
+    return [(*shape, problem.head_dim), (*shape, problem.value_dim)]
 
 
 class Heads(VendorAttention):
@@ -180,30 +264,32 @@ class Heads(VendorAttention):
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world, kind = problem.world_size, context.dtype(problem)
-        q_heads, kv_heads, dim = problem.q_heads // world, problem.kv_heads // world, problem.head_dim
-        self.bounds = (0, q_heads), (q_heads, q_heads + kv_heads), (q_heads + kv_heads, q_heads + 2 * kv_heads)
-        shape = world, problem.batch, problem.shard_len, q_heads + 2 * kv_heads, dim
-        self.sent, self.received = context.empty(shape, kind), context.empty(shape, kind)
-        self.whole = context.empty((problem.batch, problem.seq_len, q_heads + 2 * kv_heads, dim), kind)
-        self.returned, self.arrived = (context.empty((*shape[:3], q_heads, dim), kind) for _ in range(2))
+        q_heads, kv_heads = problem.q_heads // world, problem.kv_heads // world
+        self.dims = problem.head_dim, problem.head_dim, problem.value_dim
+        sizes = [heads * dim for heads, dim in zip((q_heads, kv_heads, kv_heads), self.dims, strict=True)]
+        self.bounds = [(sum(sizes[:at]), sum(sizes[: at + 1])) for at in range(3)]
+        shape = world, problem.batch, problem.shard_len
+        self.sent, self.received = (context.empty((*shape, sum(sizes)), kind) for _ in range(2))
+        self.whole = context.empty((problem.batch, problem.seq_len, sum(sizes)), kind)
+        self.returned, self.arrived = (context.empty((*shape, q_heads * problem.value_dim), kind) for _ in range(2))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         context, problem, world = self.context, self.problem, self.problem.world_size
         for (first, end), tensor in zip(self.bounds, (q, k, v), strict=True):
-            by_rank = tensor.view(problem.batch, problem.shard_len, world, end - first, problem.head_dim)
-            context.copy(self.sent[..., first:end, :], by_rank.permute(2, 0, 1, 3, 4))
+            by_rank = tensor.view(problem.batch, problem.shard_len, world, end - first)
+            context.copy(self.sent[..., first:end], by_rank.permute(2, 0, 1, 3))
         context.all_to_all(self.received, self.sent)
         for shard, place in self.places(self.received):
             context.copy(place, shard)
-        tokens = (0, problem.seq_len)
-        everything = Part(context.rank, tokens, tokens, problem.mask == "causal")
-        heads, keys, values = (self.whole[:, :, first:end] for first, end in self.bounds)
-        o, _ = self.part(everything, heads, keys, values, None)
-        for shard, place in self.places(self.returned, o):
+        heads, keys, values = (
+            self.whole[..., first:end].unflatten(2, (-1, dim)) for (first, end), dim in zip(self.bounds, self.dims, strict=True)
+        )
+        o, _ = self.part(problem.everything, heads, keys, values, None)
+        for shard, place in self.places(self.returned, o.flatten(2)):
             context.copy(shard, place)
         context.all_to_all(self.arrived, self.returned)
-        by_rank = out.view(problem.batch, problem.shard_len, world, -1, problem.head_dim)
-        context.copy(by_rank.permute(2, 0, 1, 3, 4), self.arrived)
+        by_rank = out.view(problem.batch, problem.shard_len, world, -1)
+        context.copy(by_rank.permute(2, 0, 1, 3), self.arrived)
 
     def places(self, by_rank: Tensor, whole: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
         """Each chunk of tokens in a tensor by ranks, and its place in the whole sequence."""
@@ -230,7 +316,8 @@ class Heads(VendorAttention):
 class CopiedKeys(Kernel[GatherAttention]):
     """Keys and values that copy engines bring: the base of variants without a sending kernel.
 
-    The inbox is [2, source, K or V, batch, tokens, kv_heads, head_dim]. A rank gets the keys that its queries see.
+    The inbox is [2, source, K or V, batch, tokens, kv_heads, head_dim]; K and V with heads of different sizes have an inbox each,
+    [2, source, 1, ...]. A rank gets the keys that its queries see.
 
     Waits: as in `all_gather_gemm.push_gather`. Every rank raises the flags of all others in each call, even if it sends them no
     keys. Copies run on a stream of their own, and none waits for a kernel of attention.
@@ -239,13 +326,23 @@ class CopiedKeys(Kernel[GatherAttention]):
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world, rank = problem.world_size, context.rank
-        shape = 2, world, 2, problem.batch, problem.shard_len, problem.kv_heads, problem.head_dim
-        self.inbox = context.heap.alloc(shape, context.dtype(problem))
+        self.inbox = [context.heap.alloc(shape, context.dtype(problem)) for shape in self.shapes(problem)]
         self.arrived, self.begun = context.flags(world), context.flags(world)
         self.ticket = context.empty((1,), self.begun.dtype)
         self.peers = [(rank + hop) % world for hop in range(1, world)]
         self.beside = context.streams(1)
         self.calls = 0
+
+    @staticmethod
+    def shapes(problem: GatherAttention) -> list[tuple[int, ...]]:
+        """The shape of each inbox."""
+        dims = (problem.head_dim, problem.v_dim) if problem.v_dim else (problem.head_dim,)
+        shape = problem.batch, problem.shard_len, problem.kv_heads
+        return [(2, problem.world_size, 3 - len(dims), *shape, dim) for dim in dims]
+
+    def places(self, slot: int, source: int) -> list[Tensor]:
+        """Where the keys of a source lie in this rank's inbox, and where its values lie."""
+        return [place for inbox in self.inbox for place in inbox[slot, source]]
 
     def send_all(self, k: Tensor, v: Tensor) -> int:
         """Enqueues all sends. Returns the slot of the inbox that this call uses. `context.rejoin` must follow."""
@@ -258,23 +355,21 @@ class CopiedKeys(Kernel[GatherAttention]):
         )  # fmt: skip
         with context.beside(self.beside[0]):
             for peer in self.peers:
-                self.send(k, v, self.inbox[slot, rank], peer)
+                self.send(k, v, self.places(slot, rank), peer)
         return slot
 
-    def send(self, k: Tensor, v: Tensor, landing: Tensor, peer: int) -> None:
+    def send(self, k: Tensor, v: Tensor, places: list[Tensor], peer: int) -> None:
         """Copies the keys and values that a peer needs into its inbox, then the flag."""
         context, rank = self.context, self.context.rank
-        for part in self.problem.parts(peer):
-            if part.source == rank:
-                keys = slice(*part.keys)
-                for target, shard in zip(context.heap.peer(landing, peer), (k, v), strict=True):
-                    context.copy(target[:, keys], shard[:, keys])
+        for first, end in self.problem.keys_sent(rank, peer):
+            for place, shard in zip(places, (k, v), strict=True):
+                context.copy(context.heap.peer(place, peer)[:, first:end], shard[:, first:end])
         context.copy(context.heap.peer(self.arrived[rank : rank + 1], peer), self.ticket)
 
     def changes_for(self, smaller: GatherAttention) -> dict[str, Any] | None:
         """Any number of sequences and tokens: there is one flag per rank, and the host chooses where the two slots begin."""
-        shape = smaller.world_size, 2, smaller.batch, smaller.shard_len, smaller.kv_heads, smaller.head_dim
-        return {"inbox": self.inbox.view(2, -1)[:, : math.prod(shape)].view(2, *shape)}
+        pairs = zip(self.inbox, self.shapes(smaller), strict=True)
+        return {"inbox": [inbox.view(2, -1)[:, : math.prod(shape[1:])].view(shape) for inbox, shape in pairs]}
 
 
 class Decomposed(CopiedKeys, VendorAttention):
@@ -285,19 +380,23 @@ class Decomposed(CopiedKeys, VendorAttention):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:  # noqa: ARG002
         context, problem, rank = self.context, self.problem, self.context.rank
-        inbox = self.inbox[self.send_all(k, v)]
-        own, *others = problem.parts(rank)
-        whole = self.part(own, q, k, v, None)
-        parts = {part.source: part for part in others}
+        slot = self.send_all(k, v)
+        whole: Partial | None = None
+        parts = problem.parts(rank)
+        for part in parts:
+            if part.source == rank:
+                whole = self.part(part, q, k, v, whole)
         for hop in range(1, problem.world_size):
             source = (rank - hop) % problem.world_size
             context.launch(
                 await_shards, (1,), self.arrived, self.control, rank, hop, hop + 1, 1,
                 LAST=hop == problem.world_size - 1, WORLD=problem.world_size, num_warps=1,
             )  # fmt: skip
-            if source in parts:
-                keys, values = inbox[source]
-                whole = self.part(parts[source], q, keys, values, whole)
+            for part in parts:
+                if part.source == source:
+                    keys, values = self.places(slot, source)
+                    whole = self.part(part, q, keys, values, whole)
         context.rejoin(self.beside)
+        assert whole is not None
         o, self.lse = whole
         return o
