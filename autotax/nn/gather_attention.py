@@ -26,7 +26,7 @@ from autotax.nn.groups import capturing, on_device
 from autotax.nn.tensor_checks import recorded, require_apart, require_no_tangent, require_recordable, require_tensor, small
 from autotax.nn.tuned import Tuned
 from autotax.operators.gather_attention import GatherAttention as Shape
-from autotax.operators.gather_attention import Part
+from autotax.operators.gather_attention import Part, Stream
 from autotax.spaces.gather_attention import LIBRARIES
 
 
@@ -53,10 +53,10 @@ class GatherAttention(Tuned):
 
     _most: Shape
     _recorders: dict[Problem, Any]
-    _ends: dict[tuple[int, ...], Tensor]
-    """Of the last call with `lengths`: the sums of the lengths of this rank's sequences, on its device."""
+    _streams: dict[tuple[int, ...], tuple[Stream, Tensor]]
+    """The last `lengths`, as this rank attends to them, and the sums of the lengths of its sequences, on the device."""
     _captured: list[Tensor]
-    """Those that captured graphs read."""
+    """Sums that captured graphs read."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class GatherAttention(Tuned):
         super().__init__((), group, device=device, db=db, conditions=conditions, config=config, check=check, prove=prove)
 
     def _blank(self) -> dict[str, Any]:
-        return super()._blank() | {"_recorders": {}, "_most": None, "_ends": {}, "_captured": []}
+        return super()._blank() | {"_recorders": {}, "_most": None, "_streams": {}, "_captured": []}
 
     def _prepared_for(self) -> list[Problem]:
         """The problem of each length to prepare for."""
@@ -231,17 +231,26 @@ class GatherAttention(Tuned):
         if self._guards[2]:
             self._compare(lambda: f"{self._stream_of(q, k, v, lengths)[0].key} in sequences of {list(lengths)}")
         problem, inputs = self._stream_of(q, k, v, lengths)
-        own, _ = problem.ragged(self._world.rank if self._world else 0, lengths)
-        ends = self._sums(own)
+        stream, ends = self._stream(problem, tuple(lengths))
         if self._world is None:
             library = "cpu" if self._device.type == "cpu" else "flash"
-            o, lse = attend_ragged(library, *inputs, own, ends, problem.everything)
+            o, lse = attend_ragged(library, *inputs, stream.own, ends, problem.everything)
             return o, lse.contiguous()
         baselines = (kernel for made in self._kernels.values() for kernel in made if isinstance(kernel, Bsp))
         baseline = next(fit for kernel in baselines if (fit := self._fitted(kernel, problem)))
         with on_device(self._guards[1]), self._guards[0]:
-            o, lse = baseline.ragged(*inputs, lengths, ends)
+            o, lse = baseline.stream(*inputs, stream, ends)
         return o, lse.contiguous()
+
+    def _stream(self, problem: Shape, lengths: tuple[int, ...]) -> tuple[Stream, Tensor]:
+        """A stream as this rank attends to it, and the sums of its sequences' lengths, from 0 on, int32 on the device."""
+        if lengths not in self._streams:
+            stream = problem.stream(self._world.rank if self._world else 0, lengths)
+            ends = torch.tensor([0, *accumulate(stream.own)], dtype=torch.int32, device=self._device)
+            self._streams = {lengths: (stream, ends)}
+        if capturing(self._device):
+            self._captured.append(self._streams[lengths][1])
+        return self._streams[lengths]
 
     def _stream_of(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Shape, tuple[Tensor, Tensor, Tensor]]:
         """The problem of a call with `lengths`, and its tensors as kernels take them. Raises UsageError."""
@@ -258,15 +267,6 @@ class GatherAttention(Tuned):
                 f"{problem.seq_len} tokens of all ranks: give such a list"
             )
         return problem, inputs
-
-    def _sums(self, lengths: list[int]) -> Tensor:
-        """The sums of lengths, from 0 on, int32 on the device; kept for the next layer, and for graphs."""
-        key = tuple(lengths)
-        if key not in self._ends:
-            self._ends = {key: torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self._device)}
-        if capturing(self._device):
-            self._captured.append(self._ends[key])
-        return self._ends[key]
 
     def gradients(self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v. K and V are gathered again, and their gradients of all ranks are added up."""

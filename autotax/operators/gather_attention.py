@@ -43,6 +43,17 @@ class Part(NamedTuple):
         return self.pieces * (area - hidden * (hidden + 1) // 2)
 
 
+class Stream(NamedTuple):
+    """Sequences one after the other along the tokens of all ranks, as one rank attends to them."""
+
+    own: list[int]
+    """The lengths of the sequences within the tokens of this rank."""
+    parts: list[Part]
+    """The parts whose keys other ranks have."""
+    crosses: bool
+    """Whether any sequence lies on several ranks."""
+
+
 @dataclass(frozen=True)
 class GatherAttention(Problem):
     """Attention of a rank's queries to the keys and values of all ranks. Each rank has its tokens of the sequence.
@@ -188,16 +199,17 @@ class GatherAttention(Problem):
             for part in self._seen(rank, (at * length, at * length + length), (0, earlier), chunk * length + earlier)
         ]
 
-    def ragged(self, rank: int, lengths: Sequence[int]) -> tuple[list[int], list[Part]]:
-        """Sequences of these lengths, one after the other over contiguous ranks: their lengths on a rank, and other ranks' parts.
+    def stream(self, rank: int, lengths: Sequence[int]) -> Stream:
+        """Sequences of these lengths, one after the other over contiguous ranks, as a rank attends to them.
 
         No query sees another sequence. So only a rank's first sequence may see keys of lower ranks, and without a mask its last
         one keys of higher ranks.
         """
-        own, parts, size = [], [], self.shard_len
+        own, parts, crosses, size = [], [], False, self.shard_len
         begin, limit = rank * size, rank * size + size
         ends = list(accumulate(lengths))
         for first, end in zip((0, *ends), ends, strict=False):
+            crosses |= first // size < (end - 1) // size
             if end <= begin or first >= limit:
                 continue
             queries = max(first, begin) - begin, min(end, limit) - begin
@@ -207,7 +219,7 @@ class GatherAttention(Problem):
                 keys = max(0, first - source * size), min(size, end - source * size)
                 if keys[0] < keys[1] and (source < rank or self.mask == "none"):
                     parts += self._seen(source, queries, keys, (rank - source) * size + queries[0] - keys[0])
-        return own, parts
+        return Stream(own, parts, crosses)
 
     def keys_sent(self, source: int, reader: int) -> list[tuple[int, int]]:
         """The tokens of a rank whose keys and values another one needs, as ranges (first, end) in order that do not touch."""

@@ -98,10 +98,17 @@ def test_a_query_sees_its_own_sequence_alone(problem: GatherAttention, data: st.
         lengths.append(data.draw(st.integers(1, left)))
     number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     size = problem.shard_len
+    on_ranks = (set(of_rank.tolist()) for of_rank in number.split(size))
+    met: set[int] = set()
+    several = False
+    for sequences in on_ranks:
+        several |= bool(met & sequences)
+        met |= sequences
     for rank in range(problem.world_size):
         mine = slice(rank * size, rank * size + size)
-        own, parts = problem.ragged(rank, lengths)
+        own, parts, crosses = problem.stream(rank, lengths)
         assert own == number[mine].unique_consecutive(return_counts=True)[1].tolist()
+        assert crosses == several
         expected = seen(problem, rank) & (number[mine, None] == number)
         for source in range(problem.world_size):
             if source != rank:

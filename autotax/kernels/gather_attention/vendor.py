@@ -25,7 +25,7 @@ from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import store_rows
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.kernel import Kernel
-from autotax.operators.gather_attention import GatherAttention, Part
+from autotax.operators.gather_attention import GatherAttention, Part, Stream
 
 Partial = tuple[Tensor, Tensor]
 """O and its log-sum-exps, which may have any strides."""
@@ -224,15 +224,13 @@ class Bsp(VendorAttention):
         o, self.lse = result
         return o
 
-    def ragged(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], ends: Tensor) -> Partial:
-        """Attention of a stream of sequences of these lengths on all ranks (see `GatherAttention.ragged` and `attend_ragged`)."""
-        problem, rank = self.problem, self.context.rank
-        own, parts = problem.ragged(rank, lengths)
-        if any(problem.ragged(each, lengths)[1] for each in range(problem.world_size)):
+    def stream(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream, ends: Tensor) -> Partial:
+        """Attention within the sequences of a stream (see `attend_ragged`). Keys are gathered if any rank needs those of another."""
+        if stream.crosses:
             self.gather(k, v)
         library = "flash" if self.library == "cudnn" else self.library
-        whole = attend_ragged(library, q, k, v, own, ends, problem.everything)
-        for part in parts:
+        whole = attend_ragged(library, q, k, v, stream.own, ends, self.problem.everything)
+        for part in stream.parts:
             keys, values = (tensor[part.source] for tensor in self.gathered)
             whole = self.part(part, q, keys, values, whole)
         return whole
