@@ -92,9 +92,9 @@ def _in_shared_memory(problem: GatherAttention, hardware: Hardware, *boxes: str)
 
 
 def push(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
-    """None for heads whose size is no power of two, for windows, and for one rank."""
+    """None for heads whose size is no power of two, or differs between K and V, and for one rank."""
     dim = problem.head_dim
-    if dim != power_of_two(dim) or dim < 16 or problem.world_size == 1 or problem.v_dim or problem.window:
+    if dim != power_of_two(dim) or dim < 16 or problem.world_size == 1 or problem.v_dim:
         return None
     gpu = hardware.on_gpu
     most = max(16, power_of_two(problem.chunk_len))
@@ -122,7 +122,7 @@ def push(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
             comm=16 if gpu else 2, piece=64 if gpu else 32, group=1024 if gpu else 32, loads=parameters["loads"][0],
         )
         for order in ORDERS
-        for m, n, warps, stages in ways
+        for m, n, warps, stages in (ways[1:] if problem.window else ways)  # the first way would spill registers
         if m in parameters["block_m"] and n in parameters["block_n"]
     ]  # fmt: skip
     return VariantSpace("push", parameters, (fits,), tuple(seeds))

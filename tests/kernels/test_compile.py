@@ -219,6 +219,15 @@ def test_attention_that_sends_spills_nothing_on_amd(compilers: ProcessPoolExecut
     assert kernel.shared <= hardware.shared_memory
 
 
+@pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942"])
+def test_attention_with_windows_spills_little(compilers: ProcessPoolExecutor, target: str) -> None:
+    problem, hardware = replace(ATTENTIONS[target], window=1024), known_hardware(target)
+    config = space_for(problem, hardware).default("push")
+    (kernel,) = compilers.submit(resources_offline, problem, config, hardware).result()
+    assert (kernel.local or 0) <= 64
+    assert kernel.shared <= hardware.shared_memory
+
+
 @pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942", *volume("cuda:100", "hip:gfx950")])
 def test_a_binary_tells_what_it_takes_of_the_target(compilers: ProcessPoolExecutor, target: str) -> None:
     problem = GEMMS[target]

@@ -150,6 +150,7 @@ def test_outputs_and_gradients_are_those_of_dense_attention(ranks: Ranks, layout
 WINDOWS = [
     ("contiguous", "decomposed", 9, None),
     ("zigzag", "decomposed", 40, (24, 16)),
+    ("zigzag", "push", 11, None),
     *(
         pytest.param(layout, variant, window, dims, marks=pytest.mark.volume)
         for layout, variant, window, dims in (

@@ -1,7 +1,7 @@
 """push: one kernel. The first `comm` programs send K and V to the other ranks; all others attend to keys as they arrive.
 
 A block of queries of one head attends to this rank's keys first, then to those of rank - 1, rank - 2 and so on, each group of
-tokens after its flag. Programs take blocks from a counter, or with several dies in turn; `order` says which block is next.
+tokens after its flag. With windows a rank sends and awaits only groups that a window reaches. Programs take blocks from a counter, or with several dies in turn; `order` says which block is next.
 Programs that have sent join the others.
 
 Waits: a block waits for the groups of tokens that it sees. Programs that send never wait before their last store, and all
@@ -64,10 +64,34 @@ def tokens_sent(source, reader, tokens, CAUSAL: tl.constexpr, CHUNKS: tl.constex
 
 
 @triton.jit
+def number_of(rank, at, WORLD: tl.constexpr):
+    """The number of a rank's first (`at` 0) or second chunk."""
+    return tl.where(at == 0, rank, 2 * WORLD - 1 - rank)
+
+
+@triton.jit
+def reaches(
+    reader, source, first, end, length, WINDOW: tl.constexpr, WORLD: tl.constexpr, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """Whether the windows of any of the reader's queries reach one of the tokens first ... end - 1 of another rank.
+
+    The windows of a later chunk reach the last tokens of a chunk: see `GatherAttention.parts`.
+    """
+    found = end < 0
+    for of_keys in tl.static_range(CHUNKS):
+        for of_queries in tl.static_range(CHUNKS):
+            later = number_of(reader, of_queries, WORLD) - number_of(source, of_keys, WORLD)
+            hidden = tl.maximum(later * length - WINDOW + 1, 0)
+            inside = (end > of_keys * length + hidden) & (first < of_keys * length + length)
+            found = found | (inside & (later > 0) & (hidden < length))
+    return found
+
+
+@triton.jit
 def attend_blocks(
-    state, q, k, v, row_k, row_v, rows, col, width, first, end, seen, tokens, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
-    TARGET: tl.constexpr,
+    state, q, k, v, row_k, row_v, rows, col, width, first, end, since, seen, tokens, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
+    TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys first ... end - 1 of a span, tokens of one KV head, to the state of a block of queries, by an online softmax.
 
@@ -76,7 +100,7 @@ def attend_blocks(
     score and the sum of exp2(score - top) [BLOCK_M], all float32. Scores are in units of log2(e), so that exp2 serves.
 
     MASKED: row i sees the tokens up to seen[i], and tokens from `tokens` on do not exist: their V may hold anything. Else every
-    row sees all keys, which are whole blocks.
+    row sees all keys, which are whole blocks. With WINDOWED, too, row i sees no token before since[i], and perhaps none so far.
     """
     acc, top, total = state
     for at in tl.range(first, end, BLOCK_N):
@@ -85,9 +109,14 @@ def attend_blocks(
         if MASKED:
             token = at + tl.arange(0, BLOCK_N)
             scores = tl.where(token[None, :] <= seen[:, None], scores, float("-inf"))
+            if WINDOWED:
+                scores = tl.where(token[None, :] >= since[:, None], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1) * scale)
-        shares = tl.exp2(scores * scale - higher[:, None])
-        fading = tl.exp2(top - higher)
+        base = higher
+        if WINDOWED:
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        shares = tl.exp2(scores * scale - base[:, None])
+        fading = tl.exp2(top - base)
         total = total * fading + tl.sum(shares, 1)
         values = load_tile(v, row_v + at, col, rows, width, width, BLOCK_N, HEAD_DIM, TMA, ALIGNED)
         if MASKED:
@@ -106,15 +135,96 @@ def attend_span(
     """Adds the keys first ... end - 1, which every row sees. EVEN: both bounds are multiples of BLOCK_N; else `first` is."""
     whole = end // BLOCK_N * BLOCK_N
     state = attend_blocks(
-        state, q, k, v, row_k, row_v, rows, col, width, first, whole, first, end, scale,
-        HEAD_DIM, BLOCK_M, BLOCK_N, False, TMA, TARGET,
+        state, q, k, v, row_k, row_v, rows, col, width, first, whole, first, first, end, scale,
+        HEAD_DIM, BLOCK_M, BLOCK_N, False, False, TMA, TARGET,
     )  # fmt: skip
     if not EVEN:
         seen = tl.full([BLOCK_M], end - 1, tl.int32)
         state = attend_blocks(
-            state, q, k, v, row_k, row_v, rows, col, width, whole, end, seen, end, scale,
-            HEAD_DIM, BLOCK_M, BLOCK_N, True, TMA, TARGET,
+            state, q, k, v, row_k, row_v, rows, col, width, whole, end, seen, seen, end, scale,
+            HEAD_DIM, BLOCK_M, BLOCK_N, True, False, TMA, TARGET,
         )  # fmt: skip
+    return state
+
+
+@triton.jit
+def attend_window(
+    state, q, k, v, row_k, row_v, rows, col, width, first, inner, outer, end, since, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys first ... end - 1, of which row i sees those from since[i] on. Every row sees the keys inner ... outer - 1, if
+    there are any. All bounds but `end` are multiples of BLOCK_N.
+    """
+    inner = tl.minimum(tl.maximum(inner, first), end // BLOCK_N * BLOCK_N)
+    outer = tl.minimum(tl.maximum(outer, inner), end // BLOCK_N * BLOCK_N)
+    seen = tl.full([BLOCK_M], end - 1, tl.int32)
+    state = attend_blocks(
+        state, q, k, v, row_k, row_v, rows, col, width, first, inner, since, seen, end, scale,
+        HEAD_DIM, BLOCK_M, BLOCK_N, True, True, TMA, TARGET,
+    )  # fmt: skip
+    state = attend_blocks(
+        state, q, k, v, row_k, row_v, rows, col, width, inner, outer, since, seen, end, scale,
+        HEAD_DIM, BLOCK_M, BLOCK_N, False, False, TMA, TARGET,
+    )  # fmt: skip
+    return attend_blocks(
+        state, q, k, v, row_k, row_v, rows, col, width, outer, end, since, seen, end, scale,
+        HEAD_DIM, BLOCK_M, BLOCK_N, True, True, TMA, TARGET,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_own_window(
+    state, q, k, v, base, rows, col, width, first, chunk, length, scale, WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys of the queries' own chunk: the blocks of their own positions, then those before."""
+    start = chunk * length
+    end = tl.minimum(first + BLOCK_M, start + length)
+    seen = tl.minimum(first + tl.arange(0, BLOCK_M), end - 1)  # rows behind the last query see its keys
+    since = tl.maximum(seen - (WINDOW - 1), start)
+    border = first // BLOCK_N * BLOCK_N
+    state = attend_blocks(
+        state, q, k, v, base, base, rows, col, width, border, end, since, seen, end, scale,
+        HEAD_DIM, BLOCK_M, BLOCK_N, True, True, TMA, TARGET,
+    )  # fmt: skip
+    outermost = tl.maximum(first - (WINDOW - 1), start) // BLOCK_N * BLOCK_N
+    inner = tl.cdiv(tl.maximum(first + BLOCK_M - WINDOW, start), BLOCK_N) * BLOCK_N
+    return attend_window(
+        state, q, k, v, base, base, rows, col, width, outermost, inner, border, border, since, scale,
+        HEAD_DIM, BLOCK_M, BLOCK_N, TMA, TARGET,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_earlier_chunk(
+    state, q, k, v, row_k, row_v, rows, col, width, place, start, later, length, flags, flag, sent, source, epoch, control, scale,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys of a chunk that is `later` chunks before that of the queries, as far as their windows reach.
+
+    The first query is the one at `place` of its chunk; the chunk of keys begins at token `start` of the span. With GROUP > 0 each
+    group of tokens is awaited, of which `flag` is the first flag, and the source sends `sent` tokens at most.
+    """
+    hidden = place + later * length - (WINDOW - 1)
+    if (later > 0) & (hidden < length):
+        since = start + tl.maximum(hidden + tl.arange(0, BLOCK_M), 0)
+        end = start + length
+        first = (start + tl.maximum(hidden, 0)) // BLOCK_N * BLOCK_N
+        inner = tl.cdiv(start + tl.maximum(hidden + BLOCK_M - 1, 0), BLOCK_N) * BLOCK_N
+        if GROUP > 0:
+            for group in tl.range(first // GROUP, tl.cdiv(end, GROUP), num_stages=1):
+                pieces = tl.cdiv(tl.minimum(GROUP, sent - group * GROUP), PIECE)
+                wait(flags + flag + group, epoch * pieces, source, flag + group, control, TARGET)
+                state = attend_window(
+                    state, q, k, v, row_k, row_v, rows, col, width, tl.maximum(first, group * GROUP), inner, end,
+                    tl.minimum(end, group * GROUP + GROUP), since, scale, HEAD_DIM, BLOCK_M, BLOCK_N, TMA, TARGET,
+                )  # fmt: skip
+        else:
+            state = attend_window(
+                state, q, k, v, row_k, row_v, rows, col, width, first, inner, end, end, since, scale,
+                HEAD_DIM, BLOCK_M, BLOCK_N, TMA, TARGET,
+            )  # fmt: skip
     return state
 
 
@@ -125,8 +235,8 @@ COPY_ELEMENTS = tl.constexpr(8192)
 @triton.jit
 def send_keys(
     k, v, inbox, flags, bases, epoch, rank, tokens, batch, width,
-    WORLD: tl.constexpr, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr, COMM: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
-    TARGET: tl.constexpr,
+    WORLD: tl.constexpr, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr, WINDOW: tl.constexpr, COMM: tl.constexpr, GROUP: tl.constexpr,
+    PIECE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Copies K and V to the peers, PIECE tokens at a time, and counts each piece in the flag of its group of GROUP tokens."""
     groups = tl.cdiv(tokens, GROUP)
@@ -140,18 +250,23 @@ def send_keys(
         for unit in tl.range(tl.program_id(0), batch * pieces, COMM, num_stages=1):
             sequence = unit // pieces
             token = unit % pieces * PIECE
-            at = (sequence * tokens + token).to(tl.int64) * width
-            elements = tl.minimum(PIECE, sent - token) * width
-            copy(remote + at, k + at, 0, elements, COPY_ELEMENTS, ALIGNED)
-            copy(remote + size + at, v + at, 0, elements, COPY_ELEMENTS, ALIGNED)
-            flag = (rank * batch + sequence) * groups + token // GROUP
-            signal(flag_address(flags, flag, bases, rank, peer), 1, TARGET, "sys")
+            needed = True
+            if WINDOW > 0:
+                group = token // GROUP * GROUP
+                needed = reaches(peer, rank, group, tl.minimum(group + GROUP, sent), tokens // CHUNKS, WINDOW, WORLD, CHUNKS)
+            if needed:
+                at = (sequence * tokens + token).to(tl.int64) * width
+                elements = tl.minimum(PIECE, sent - token) * width
+                copy(remote + at, k + at, 0, elements, COPY_ELEMENTS, ALIGNED)
+                copy(remote + size + at, v + at, 0, elements, COPY_ELEMENTS, ALIGNED)
+                flag = (rank * batch + sequence) * groups + token // GROUP
+                signal(flag_address(flags, flag, bases, rank, peer), 1, TARGET, "sys")
 
 
 @triton.jit
 def attend_block(
     item, q, k, v, inbox, out, lse, flags, control, epoch, rank, tokens, batch, q_heads, kv_heads, scale,
-    WORLD: tl.constexpr, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
+    WORLD: tl.constexpr, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
     BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -176,15 +291,20 @@ def attend_block(
         tl.full([BLOCK_M], float("-inf"), tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
     )
-    if CAUSAL:
+    if WINDOW > 0:
+        state = attend_own_window(
+            state, queries, k, v, base, batch * tokens, col, width, first, chunk, length, scale, WINDOW,
+            HEAD_DIM, BLOCK_M, BLOCK_N, TMA, TARGET,
+        )  # fmt: skip
+    elif CAUSAL:
         seen_by_all = (first + 1) // BLOCK_N * BLOCK_N
         state = attend_blocks(
-            state, queries, k, v, base, base, batch * tokens, col, width, 0, seen_by_all, row, tokens, scale,
-            HEAD_DIM, BLOCK_M, BLOCK_N, False, TMA, TARGET,
+            state, queries, k, v, base, base, batch * tokens, col, width, 0, seen_by_all, row, row, tokens, scale,
+            HEAD_DIM, BLOCK_M, BLOCK_N, False, False, TMA, TARGET,
         )  # fmt: skip
         state = attend_blocks(
-            state, queries, k, v, base, base, batch * tokens, col, width, seen_by_all, tl.minimum(first + BLOCK_M, tokens), row, tokens,
-            scale, HEAD_DIM, BLOCK_M, BLOCK_N, True, TMA, TARGET,
+            state, queries, k, v, base, base, batch * tokens, col, width, seen_by_all, tl.minimum(first + BLOCK_M, tokens), row, row,
+            tokens, scale, HEAD_DIM, BLOCK_M, BLOCK_N, True, False, TMA, TARGET,
         )  # fmt: skip
     else:
         state = attend_span(
@@ -192,7 +312,25 @@ def attend_block(
             HEAD_DIM, BLOCK_M, BLOCK_N, EVEN, TMA, TARGET,
         )  # fmt: skip
     groups = tl.cdiv(tokens, GROUP)
-    for hop in tl.range(1, WORLD, num_stages=1):
+    if WINDOW > 0:
+        if CHUNKS == 2:  # the first chunk is not just before the second
+            reach = number_of(rank, chunk, WORLD) - rank
+            state = attend_earlier_chunk(
+                state, queries, k, v, base, base, batch * tokens, col, width, first - chunk * length, 0, reach, length,
+                flags, 0, 0, rank, epoch, control, scale, WINDOW, 0, PIECE, HEAD_DIM, BLOCK_M, BLOCK_N, TMA, TARGET,
+            )  # fmt: skip
+        for turn in tl.range(CHUNKS, WORLD * CHUNKS, num_stages=1):
+            source = (rank + WORLD - turn // CHUNKS) % WORLD
+            of_keys = turn % CHUNKS
+            reach = number_of(rank, chunk, WORLD) - number_of(source, of_keys, WORLD)
+            row_k = (((epoch & 1) * WORLD + source) * 2 * batch + sequence) * tokens
+            state = attend_earlier_chunk(
+                state, queries, inbox, inbox, row_k, row_k + batch * tokens, 4 * WORLD * batch * tokens, col, width,
+                first - chunk * length, of_keys * length, reach, length, flags, (source * batch + sequence) * groups,
+                tokens_sent(source, rank, tokens, CAUSAL, CHUNKS), source, epoch, control, scale,
+                WINDOW, GROUP, PIECE, HEAD_DIM, BLOCK_M, BLOCK_N, TMA, TARGET,
+            )  # fmt: skip
+    for hop in tl.range(1, WORLD if WINDOW == 0 else 1, num_stages=1):
         source = (rank + WORLD - hop) % WORLD
         sent = tokens_sent(source, rank, tokens, CAUSAL, CHUNKS)
         seen = sent
@@ -219,9 +357,9 @@ def attend_block(
 @triton.jit(do_not_specialize=["rank", "batch", "q_heads", "kv_heads"])
 def push_attention_kernel(
     q, k, v, inbox, k_sent, v_sent, landing, out, lse, flags, begun, bases, control, rank, tokens, batch, q_heads, kv_heads, scale,
-    WORLD: tl.constexpr, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr, COMM: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
-    BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
+    WORLD: tl.constexpr, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr, WINDOW: tl.constexpr, COMM: tl.constexpr, GROUP: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """`q`, `k`, `v` and `inbox` are views for loads (see `load_tile`); `k_sent`, `v_sent` and `landing` are the same tensors."""
     if EARLY:
@@ -233,7 +371,7 @@ def push_attention_kernel(
     if program < COMM:
         send_keys(
             k_sent, v_sent, landing, flags, bases, epoch, rank, tokens, batch, kv_heads * HEAD_DIM,
-            WORLD, CAUSAL, CHUNKS, COMM, GROUP, PIECE, TARGET,
+            WORLD, CAUSAL, CHUNKS, WINDOW, COMM, GROUP, PIECE, TARGET,
         )  # fmt: skip
     items = batch * q_heads * CHUNKS * tl.cdiv(tokens // CHUNKS, BLOCK_M)
     if (TARGET != "interpreter") | (program >= COMM):
@@ -243,7 +381,7 @@ def push_attention_kernel(
         while item < items:
             attend_block(
                 item, q, k, v, inbox, out, lse, flags, control, epoch, rank, tokens, batch, q_heads, kv_heads, scale,
-                WORLD, CAUSAL, CHUNKS, GROUP, PIECE, BLOCK_FIRST, DIES, HEAD_DIM, BLOCK_M, BLOCK_N, EVEN, TMA, TARGET,
+                WORLD, CAUSAL, CHUNKS, WINDOW, GROUP, PIECE, BLOCK_FIRST, DIES, HEAD_DIM, BLOCK_M, BLOCK_N, EVEN, TMA, TARGET,
             )  # fmt: skip
             if DIES == 1:
                 item = next_item(control)
@@ -287,7 +425,7 @@ class Push(AttentionKernel):
         self.begun = context.flags(world)
         self.tma = config["loads"] == "tma"
         self.constants |= {
-            "COMM": config["comm"], "GROUP": config["group"], "PIECE": config["piece"], "DIES": config["dies"],
+            "WINDOW": problem.window if problem.windowed else 0, "COMM": config["comm"], "GROUP": config["group"], "PIECE": config["piece"], "DIES": config["dies"],
             "BLOCK_M": int(config["block_m"]), "EVEN": problem.chunk_len % int(config["block_n"]) == 0,
             "TMA": self.tma, "EARLY": context.hardware.launches_overlap, "num_warps": config["num_warps"],
             "num_stages": config["num_stages"],
