@@ -40,11 +40,11 @@ def heads(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
 
 
 def _by_roles(problem: GatherAttention, hardware: Hardware) -> bool:
-    """Whether warps can have roles: on Hopper, where chunks are whole tiles of 128 queries, and heads have 64 or 128 elements.
-    They know no windows.
+    """Whether warps can have roles: on Hopper, where chunks are whole tiles of 128 queries, and heads have 64 or 128 elements, or
+    those of K 192 and those of V 128. There are no windows.
     """
-    whole = problem.chunk_len % 128 == 0 and problem.head_dim in (64, 128) and not problem.v_dim and not problem.window
-    return hardware.target == "cuda:90" and whole and problem.world_size > 1
+    whole = problem.chunk_len % 128 == 0 and (problem.head_dim, problem.value_dim) in ((64, 64), (128, 128), (192, 128))
+    return hardware.target == "cuda:90" and whole and problem.world_size > 1 and not problem.window
 
 
 def copy_engine(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
@@ -61,9 +61,12 @@ def copy_engine(problem: GatherAttention, hardware: Hardware) -> VariantSpace | 
 
 
 def push_specialized(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
-    """See `_by_roles`. For two ranks that see keys of each other. Parameters: boxes in flight, tokens that share a flag."""
+    """See `_by_roles`. For two ranks that see keys of each other. Parameters: boxes in flight, tokens that share a flag.
+
+    There is no room for boxes beside keys of 192 elements.
+    """
     one_sided = problem.mask == "causal" and problem.layout == "contiguous"
-    if not _by_roles(problem, hardware) or problem.world_size != 2 or one_sided:
+    if not _by_roles(problem, hardware) or problem.world_size != 2 or one_sided or problem.v_dim:
         return None
     own: dict[str, tuple[Value, ...]] = {
         "boxes": (1, 2, 4),
@@ -82,10 +85,11 @@ def _of_tiles(problem: GatherAttention) -> dict[str, tuple[Value, ...]]:
 
 
 def _in_shared_memory(problem: GatherAttention, hardware: Hardware, *boxes: str) -> Constraint:
-    """A tile of queries, the blocks of keys and values, the output on its way, and boxes that are sent."""
+    """A tile of queries, the blocks of keys and values, the output of one group on its way, and boxes that are sent."""
 
     def fits(block_n: int, stages: int, sent: int = 0) -> bool:
-        elements = (256 + 2 * stages * block_n) * problem.head_dim + sent * 64 * 64
+        key, value = problem.head_dim, problem.value_dim
+        elements = 128 * key + 64 * value + stages * block_n * (key + value) + sent * 64 * 64
         return elements * problem.item_size + 1024 <= hardware.shared_memory
 
     return Constraint(("block_n", "num_stages", *boxes), fits, "queries, keys and boxes do not fit in shared memory")

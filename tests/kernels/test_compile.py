@@ -219,6 +219,17 @@ def test_attention_that_sends_spills_nothing_on_amd(compilers: ProcessPoolExecut
     assert kernel.shared <= hardware.shared_memory
 
 
+@pytest.mark.parametrize("mask", ["causal", "none"])
+def test_keys_of_192_elements_fit_beside_values_of_128_and_hardly_spill(compilers: ProcessPoolExecutor, mask: str) -> None:
+    """The few words that spill are numbers of a tile: the accumulators stay in registers."""
+    problem, hardware = GatherAttention(1, 16, 16, 192, 8192, "bf16", 2, mask, v_dim=128), known_hardware("cuda:90")
+    config = space_for(problem, hardware).default("copy_engine")
+    *_, kernel = compilers.submit(resources_offline, problem, config, hardware).result()
+    assert kernel.kernel == "attend_kernel"
+    assert kernel.shared <= hardware.shared_memory
+    assert (kernel.local or 0) <= 96
+
+
 @pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942"])
 def test_attention_with_windows_spills_little(compilers: ProcessPoolExecutor, target: str) -> None:
     problem, hardware = replace(ATTENTIONS[target], window=1024), known_hardware(target)
@@ -380,9 +391,10 @@ def _compile_smaller(problem: Problem, variant: str, smaller: Problem, sizes: di
 @pytest.mark.parametrize("variant", ["copy_engine", "decomposed"])
 def test_fewer_sequences_and_tokens_are_attended_by_the_kernel_of_more(compilers: ProcessPoolExecutor, variant: str) -> None:
     """The second slot of an inbox begins where it does for all tokens, which no box of both slots can tell."""
-    problem = GatherAttention(2, 8, 2, 128, 2048, "bf16", 2, layout="zigzag")
-    for smaller in (replace(problem, batch=1), replace(problem, seq_len=1024)):
-        assert compilers.submit(_compile_smaller, problem, variant, smaller, {}).result()
+    usual = GatherAttention(2, 8, 2, 128, 2048, "bf16", 2, layout="zigzag")
+    for problem in (usual, replace(usual, head_dim=192, v_dim=128)):
+        for smaller in (replace(problem, batch=1), replace(problem, seq_len=1024)):
+            assert compilers.submit(_compile_smaller, problem, variant, smaller, {}).result()
 
 
 @pytest.mark.parametrize("variant", ["nccl_ll", "nccl_ll128"])

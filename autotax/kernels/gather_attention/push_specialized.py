@@ -4,6 +4,9 @@ One warp of a program loads, two groups of four warps attend to 64 queries each,
 STAGES buffers each, with two barriers a buffer. A TMA load completes the barrier `full`; both groups arrive at `empty`. A group
 multiplies the next block of keys before the values of this one, so that its softmax runs beside a product. The block with the
 causal border comes first, then this rank's other blocks, then those of the other ranks.
+
+Blocks have powers of two of columns. So if heads of K have more elements than those of V, their last EXTRA elements have buffers of
+their own (`more`), and scores are sums of two products.
 """
 
 from __future__ import annotations
@@ -60,29 +63,34 @@ def tokens_seen(source, rank, first, tokens, CAUSAL: gl.constexpr, CHUNKS: gl.co
 
 
 @gluon.jit
-def load_turn(k, v, row_k, row_v, col, buffers, turn, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr):
+def load_turn(
+    k, v, row_k, row_v, col, col_v, buffers, turn, more_k, more,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, EXTRA: gl.constexpr,
+):  # fmt: skip
     """Loads a block of keys and one of values, as soon as their buffers are empty."""
     _queries, keys, values, _q_full, _q_empty, k_full, k_empty, v_full, v_empty = buffers
     stage = turn % STAGES
     phase = (turn // STAGES & 1) ^ 1
     mbarrier.wait(k_empty.index(stage), phase)
-    mbarrier.expect(k_full.index(stage), BLOCK_N * HEAD_DIM * 2)
+    mbarrier.expect(k_full.index(stage), BLOCK_N * (HEAD_DIM + EXTRA) * 2)
     load_block(k, [row_k, col], k_full.index(stage), keys.index(stage))
+    if EXTRA > 0:
+        load_block(more_k, [row_k, col + HEAD_DIM], k_full.index(stage), more[1].index(stage))
     mbarrier.wait(v_empty.index(stage), phase)
     mbarrier.expect(v_full.index(stage), BLOCK_N * HEAD_DIM * 2)
-    load_block(v, [row_v, col], v_full.index(stage), values.index(stage))
+    load_block(v, [row_v, col_v], v_full.index(stage), values.index(stage))
 
 
 @gluon.jit
 def load_tiles(
-    q, k, v, inbox_k, inbox_v, buffers, flags, control, epoch, slot, share, chunks,
+    q, k, v, inbox_k, inbox_v, wider, buffers, more, flags, control, epoch, slot, share, chunks,
     WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr, CHUNK: gl.constexpr, SENDS: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, TARGET: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, EXTRA: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """The loader: the queries of each tile, then its blocks of keys and values. It waits once for each part of another rank's keys.
 
-    A part is CHUNK rows; each rank has `chunks` of them. With SENDS the values have flags of their own, after those of the keys,
-    and an inbox of their own. Else a source's values lie behind its keys.
+    A part is CHUNK rows; each rank has `chunks` of them. With SENDS the values have flags of their own, after those of the keys.
+    With SENDS or EXTRA they have an inbox of their own. Else a source's values lie behind its keys.
     """
     queries, q_full, q_empty = buffers[0], buffers[3], buffers[4]
     items, rank, tokens, batch, q_heads, kv_heads = share
@@ -94,14 +102,18 @@ def load_tiles(
         sequence = of_head // q_heads
         head = of_head % q_heads
         base = sequence * tokens
-        col = head // (q_heads // kv_heads) * HEAD_DIM
+        col = head // (q_heads // kv_heads) * (HEAD_DIM + EXTRA)
+        col_v = col // (HEAD_DIM + EXTRA) * HEAD_DIM if EXTRA > 0 else col
         mbarrier.wait(q_empty, (tile & 1) ^ 1)
-        mbarrier.expect(q_full, GROUPS * ROWS * HEAD_DIM * 2)
+        mbarrier.expect(q_full, GROUPS * ROWS * (HEAD_DIM + EXTRA) * 2)
         for group in gl.static_range(GROUPS):
-            load_block(q, [base + first + group * ROWS, head * HEAD_DIM], q_full, queries.index(group))
+            load_block(q, [base + first + group * ROWS, head * (HEAD_DIM + EXTRA)], q_full, queries.index(group))
+            if EXTRA > 0:
+                at = [base + first + group * ROWS, head * (HEAD_DIM + EXTRA) + HEAD_DIM]
+                load_block(wider[0], at, q_full, more[0].index(group))
         for block in range(own):
             row = base + (own - 1 - block) * BLOCK_N
-            load_turn(k, v, row, row, col, buffers, turn, STAGES, BLOCK_N, HEAD_DIM)
+            load_turn(k, v, row, row, col, col_v, buffers, turn, wider[1], more, STAGES, BLOCK_N, HEAD_DIM, EXTRA)
             turn += 1
         for hop in range(1, WORLD):
             source = (rank + WORLD - hop) % WORLD
@@ -114,11 +126,17 @@ def load_tiles(
                     wait_first(flags, source * chunks + row // CHUNK, 1, source, epoch, control, 1, TARGET)
                     if SENDS:
                         wait_first(flags, (WORLD + source) * chunks + row // CHUNK, 1, source, epoch, control, 1, TARGET)
-                if SENDS:
-                    load_turn(inbox_k, inbox_v, landed + row, landed + row, col, buffers, turn, STAGES, BLOCK_N, HEAD_DIM)
+                if SENDS or EXTRA > 0:
+                    load_turn(
+                        inbox_k, inbox_v, landed + row, landed + row, col, col_v, buffers, turn, wider[2], more,
+                        STAGES, BLOCK_N, HEAD_DIM, EXTRA,
+                    )  # fmt: skip
                 else:
                     row += 2 * landed
-                    load_turn(inbox_k, inbox_v, row, row + batch * tokens, col, buffers, turn, STAGES, BLOCK_N, HEAD_DIM)
+                    load_turn(
+                        inbox_k, inbox_v, row, row + batch * tokens, col, col_v, buffers, turn, wider[2], more,
+                        STAGES, BLOCK_N, HEAD_DIM, EXTRA,
+                    )  # fmt: skip
                 turn += 1
             if (blocks > 0) & (batch == 1):
                 complete |= 1 << source
@@ -142,9 +160,9 @@ def send_keys(
 
 @gluon.jit
 def attend_tiles(
-    GROUP: gl.constexpr, out, lse, buffers, share, scale,
+    GROUP: gl.constexpr, out, lse, buffers, more, share, scale,
     WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, EXTRA: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 queries of each tile."""
     queries, keys, values, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
@@ -167,6 +185,8 @@ def attend_tiles(
         stage = turn % STAGES
         mbarrier.wait(k_full.index(stage), turn // STAGES & 1)
         scores = warpgroup_mma(mine, keys.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        if EXTRA > 0:
+            scores = warpgroup_mma(more[0].index(GROUP), more[1].index(stage).permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
         mbarrier.arrive(k_empty.index(stage))
         if CAUSAL:
@@ -182,6 +202,8 @@ def attend_tiles(
             stage = then % STAGES
             mbarrier.wait(k_full.index(stage), then // STAGES & 1)
             scores = warpgroup_mma(mine, keys.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            if EXTRA > 0:
+                scores = warpgroup_mma(more[0].index(GROUP), more[1].index(stage).permute((1, 0)), scores, is_async=True)
             mbarrier.wait(v_full.index(now), turn // STAGES & 1)
             o = warpgroup_mma(x, values.index(now), o, is_async=True)
             scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
@@ -216,11 +238,13 @@ def attend_tiles(
 
 @gluon.jit
 def attend_by_roles(
-    q, k, v, inbox_k, inbox_v, sending, out, lse, flags, control, epoch, slot, rank, tokens, batch, q_heads, kv_heads, chunks, scale,
+    q, k, v, inbox_k, inbox_v, wider, sending, out, lse, flags, control, epoch, slot, rank, tokens, batch, q_heads, kv_heads, chunks, scale,
     WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr, CHUNK: gl.constexpr, BOXES: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, TARGET: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, EXTRA: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """A program's tiles. `q` has boxes of 64 tokens of a head, `k`, `v` and the inboxes boxes of BLOCK_N.
+
+    EXTRA > 0: `wider` are the views of the last elements of a head, of q, k and the inbox of keys.
 
     BOXES > 0: one more warp sends that many boxes of 64 x 64 in a turn. `sending` are its views of K and V, the views of both
     inboxes of the peer, counts [2, chunks] and the bases.
@@ -241,6 +265,12 @@ def attend_by_roles(
         mbarrier.init(k_empty.index(stage), count=GROUPS)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=GROUPS)
+    more = None, None
+    if EXTRA > 0:
+        more = (
+            gl.allocate_shared_memory(q.dtype, [GROUPS, ROWS, EXTRA], wider[0].layout),
+            gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, EXTRA], wider[1].layout),
+        )
     buffers = (queries, keys, values, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     share = (batch * q_heads * (tokens // (GROUPS * ROWS)), rank, tokens, batch, q_heads, kv_heads)
     if BOXES > 0:
@@ -254,9 +284,9 @@ def attend_by_roles(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (attend_tiles, (0, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
-                (attend_tiles, (1, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
-                (load_tiles, (q, k, v, inbox_k, inbox_v, buffers, flags, control, epoch, slot, share, chunks, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, CHUNK, True, STAGES, BLOCK_N, HEAD_DIM, TARGET)),
+                (attend_tiles, (0, out, lse, buffers, more, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, EXTRA)),
+                (attend_tiles, (1, out, lse, buffers, more, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, EXTRA)),
+                (load_tiles, (q, k, v, inbox_k, inbox_v, wider, buffers, more, flags, control, epoch, slot, share, chunks, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, CHUNK, True, STAGES, BLOCK_N, HEAD_DIM, EXTRA, TARGET)),
                 (send_keys, (sent_k, sent_v, peer_k, peer_v, boxes, (arrived_k, arrived_v), counts, bases, flags, rank, epoch, batch * tokens, kv_heads * HEAD_DIM, chunks, WORLD, CHUNK, BOXES, TARGET)),
             ],
             [4, 1, 1],
@@ -266,9 +296,9 @@ def attend_by_roles(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (attend_tiles, (0, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
-                (attend_tiles, (1, out, lse, buffers, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM)),
-                (load_tiles, (q, k, v, inbox_k, inbox_v, buffers, flags, control, epoch, slot, share, chunks, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, CHUNK, False, STAGES, BLOCK_N, HEAD_DIM, TARGET)),
+                (attend_tiles, (0, out, lse, buffers, more, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, EXTRA)),
+                (attend_tiles, (1, out, lse, buffers, more, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, EXTRA)),
+                (load_tiles, (q, k, v, inbox_k, inbox_v, wider, buffers, more, flags, control, epoch, slot, share, chunks, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, CHUNK, False, STAGES, BLOCK_N, HEAD_DIM, EXTRA, TARGET)),
             ],
             [4, 1],
             [232, 40],
@@ -285,14 +315,14 @@ ALL = gl.constexpr(1 << 30)
 
 @gluon.jit(do_not_specialize=["rank", "slot", "batch", "q_heads", "kv_heads"])
 def attend_kernel(
-    q, k, v, inbox, out, lse, flags, ticket, control, slot, rank, tokens, batch, q_heads, kv_heads, scale,
+    q, k, v, inbox, inbox_v, wider_q, wider_k, wider_inbox, out, lse, flags, ticket, control, slot, rank, tokens, batch, q_heads, kv_heads, scale,
     WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, TARGET: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, EXTRA: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     epoch = gl.load(ticket)
     attend_by_roles(
-        q, k, v, inbox, inbox, None, out, lse, flags, control, epoch, slot, rank, tokens, batch, q_heads, kv_heads, 1, scale,
-        WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, ALL, 0, STAGES, BLOCK_N, HEAD_DIM, TARGET,
+        q, k, v, inbox, inbox_v if EXTRA > 0 else inbox, (wider_q, wider_k, wider_inbox), None, out, lse, flags, control, epoch, slot, rank, tokens, batch, q_heads, kv_heads, 1, scale,
+        WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, ALL, 0, STAGES, BLOCK_N, HEAD_DIM, EXTRA, TARGET,
     )  # fmt: skip
 
 
@@ -323,12 +353,21 @@ class CopyEngine(CopiedKeys, RolesKernel):
     it here; `open_slot` of a later call does. For sequences whose chunks are whole blocks.
     """
 
+    def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.constants |= {"HEAD_DIM": problem.value_dim, "EXTRA": problem.head_dim - problem.value_dim}
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        context, dim, block_n = self.context, self.problem.head_dim, self.constants["BLOCK_N"]
-        inbox = self.inbox[0][self.send_all(k, v)]  # of fewer tokens, too, the second slot begins in the middle of the memory
+        context, dim, block_n = self.context, self.problem.value_dim, self.constants["BLOCK_N"]
+        slot = self.send_all(k, v)
+        inboxes = [inbox[slot] for inbox in self.inbox]  # of fewer tokens, too, the second slot begins in the middle of the memory
+        apart: list[Any] = [None] * 4  # views of an inbox of values, and of the last elements of heads of q and k
+        if extra := self.constants["EXTRA"]:
+            wider = ((q, BOX), (k, block_n), (inboxes[0], block_n))
+            apart = [self.view(inboxes[1], block_n, dim), *(self.view(tensor, rows, extra) for tensor, rows in wider)]
         context.launch(
             attend_kernel, (self.tiles if self.config["grid"] == "tiles" else min(self.tiles, context.processors),),
-            self.view(q, BOX, dim), *(self.view(keys, block_n, dim) for keys in (k, v, inbox)),
+            self.view(q, BOX, dim), *(self.view(keys, block_n, dim) for keys in (k, v, inboxes[0])), *apart,
             out, self.lse, self.arrived, self.ticket, self.control, 0, context.rank, *self.sizes, self.scale, **self.constants,
         )  # fmt: skip
         context.rejoin(self.beside)
@@ -351,9 +390,9 @@ def push_by_roles_kernel(
 ):  # fmt: skip
     epoch = gl.load(control + EPOCH)
     attend_by_roles(
-        q, k, v, inbox_k, inbox_v, (sent_k, sent_v, peer_k, peer_v, counts, bases), out, lse, flags, control, epoch, epoch & 1,
+        q, k, v, inbox_k, inbox_v, (None, None, None), (sent_k, sent_v, peer_k, peer_v, counts, bases), out, lse, flags, control, epoch, epoch & 1,
         rank, tokens, batch, q_heads, kv_heads, chunks, scale,
-        WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, CHUNK, BOXES, STAGES, BLOCK_N, HEAD_DIM, TARGET,
+        WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, CHUNK, BOXES, STAGES, BLOCK_N, HEAD_DIM, 0, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0), TARGET)
 
