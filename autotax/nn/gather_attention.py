@@ -30,6 +30,10 @@ from autotax.operators.gather_attention import Part, Stream
 from autotax.spaces.gather_attention import LIBRARIES
 
 
+KEPT_STREAMS = 8
+"""Streams that a module keeps for further layers and for captures, which cannot make them."""
+
+
 class GatherAttention(Tuned):
     """Attention of a rank's queries to the keys and values of all ranks. One module serves all layers of the same sizes.
 
@@ -54,7 +58,7 @@ class GatherAttention(Tuned):
     _most: Shape
     _recorders: dict[Problem, Any]
     _streams: dict[tuple[int, ...], tuple[Stream, Tensor]]
-    """The last `lengths`, as this rank attends to them, and the sums of the lengths of its sequences, on the device."""
+    """Some last `lengths`, as this rank attends to them, and the sums of the lengths of its sequences, on the device."""
     _captured: list[Tensor]
     """Sums that captured graphs read."""
 
@@ -247,7 +251,7 @@ class GatherAttention(Tuned):
         if lengths not in self._streams:
             stream = problem.stream(self._world.rank if self._world else 0, lengths)
             ends = torch.tensor([0, *accumulate(stream.own)], dtype=torch.int32, device=self._device)
-            self._streams = {lengths: (stream, ends)}
+            self._streams = dict([*self._streams.items()][1 - KEPT_STREAMS :]) | {lengths: (stream, ends)}
         if capturing(self._device):
             self._captured.append(self._streams[lengths][1])
         return self._streams[lengths]
