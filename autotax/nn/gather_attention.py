@@ -29,7 +29,6 @@ from autotax.operators.gather_attention import GatherAttention as Shape
 from autotax.operators.gather_attention import Part, Stream
 from autotax.spaces.gather_attention import LIBRARIES
 
-
 KEPT_STREAMS = 8
 """Streams that a module keeps for further layers and for captures, which cannot make them."""
 
