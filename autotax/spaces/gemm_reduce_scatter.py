@@ -7,14 +7,13 @@ resource limits come from `spaces.all_gather_gemm`.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 
 from autotax.core.config import Config, Value
 from autotax.core.problem import ITEM_SIZES, ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import LINK_GBPS, Hardware
-from autotax.kernels.tiling import BLOCK_K, MOST_RANKS
+from autotax.kernels.tiling import MOST_RANKS
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.scaled import as_words
@@ -283,10 +282,6 @@ def push(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
 
 BLOCKS_M, BLOCKS_N = (64, 128), (128, 256)
 """Rows for one or two warp groups, and columns for one or two parts."""
-SPANS = (1, 2, 4)
-"""Spans into which K is cut."""
-MOST_CUTS = 3
-"""Seeds with several spans."""
 
 
 def have_roles(problem: GemmReduceScatter, hardware: Hardware) -> bool:
@@ -327,31 +322,16 @@ def _specialized(
         "num_stages": PUSH_SPECIALIZED_STAGES,
         "group_m": (1, 4, 8),
         "order": orders,
-        "splits": SPANS,
     }
-
-    def can_be_cut(m: int, n: int, splits: int) -> bool:
-        """Whether whole tiles leave processors idle or the last addends on their way alone, and every span of K has work."""
-        tiles = problem.world_size * ceil_div(problem.shard_rows, m) * ceil_div(problem.n, n)
-        blocks = ceil_div(problem.k, BLOCK_K)
-        return tiles * splits <= 2 * hardware.processors and (splits - 1) * ceil_div(blocks, splits) < blocks
-
     constraints = (
         Constraint(("block_m", "block_n"), suits, "groups of warps have too few registers for such a tile"),
         Constraint(("block_m", "block_n", "num_stages"), fits, "the pipeline does not fit in shared memory"),
-        Constraint(
-            ("block_m", "block_n", "splits"), lambda m, n, splits: splits == 1 or can_be_cut(m, n, splits),
-            "there are tiles enough, or a span of K would be empty",
-        ),
     )
     sizes = (tile for tile in itertools.product(BLOCKS_M, BLOCKS_N) if suits(*tile))
     tiles = sorted(sizes, key=lambda tile: gemm_time_of(like, hardware.processors, *tile))
     ways = list(itertools.product((8, 4), orders[::-1]))
-    # Every tile comes up: the estimate does not know how well a tile hides the transfers. Large tiles are cut first.
-    whole = [*itertools.product(tiles[:2], ways), *((tile, ways[0]) for tile in tiles[2:])]
-    cut = [(tile, ways[0], splits) for tile in tiles[::-1] for splits in SPANS[1:] if can_be_cut(*tile, splits)]
-    points = [(*point, 1) for point in whole]
-    points[2:2] = sorted(cut, key=lambda point: -math.prod(point[0]))[:MOST_CUTS]
+    # Every tile comes up: the estimate does not know how well a tile hides the transfers.
+    points = [*itertools.product(tiles[:2], ways), *((tile, ways[0]) for tile in tiles[2:])]
     seeds = [
         Config.of(
             variant,
@@ -360,9 +340,8 @@ def _specialized(
             num_stages=max(stages for stages in PUSH_SPECIALIZED_STAGES if fits(m, n, stages)),
             group_m=group,
             order=order,
-            splits=splits,
         )
-        for (m, n), (group, order), splits in points
+        for (m, n), (group, order) in points
     ]
     return VariantSpace(variant, parameters, constraints, tuple(seeds))
 

@@ -169,24 +169,6 @@ def test_warps_with_roles_never_err(ranks: Ranks, rows: int, tile: tuple[int, in
     run(ranks, problem, default_with(problem, "push_specialized", k_groups=2, by_words=by_words, **sides))
 
 
-@pytest.mark.parametrize(
-    ("variant", "scales", "tile"),
-    [
-        ("push_specialized", "none", (128, 256, 4)),
-        ("push_specialized", "none", (64, 256, 4)),
-        ("scaled_specialized", "row", (64, 256, 4)),
-        ("scaled_specialized", "block", (128, 128, 4)),
-    ],
-)
-@pytest.mark.parametrize("splits", [2, 4])
-def test_sums_over_spans_of_k_never_err(ranks: Ranks, variant: str, scales: str, tile: tuple[int, int, int], splits: int) -> None:
-    """Rows and columns that no tile divides, and a last span that is shorter than the others."""
-    codes: dict[str, str] = {} if scales == "none" else {"dtype": "e4m3", "scales": scales}
-    problem = GemmReduceScatter(**({"m": 301, "n": 784, "k": 1152, "dtype": "bf16", "world_size": WORLD} | codes))  # type: ignore[arg-type]
-    sides: dict[str, Value] = dict(zip(("block_m", "block_n", "num_stages"), tile, strict=True))
-    run(ranks, problem, default_with(problem, variant, splits=splits, **sides))
-
-
 @pytest.mark.parametrize(("rows", "block_m", "block_n"), [(4, 16, 64), (25, 64, 80), (64, 128, 112)])
 def test_few_rows_by_words_never_err(ranks: Ranks, rows: int, block_m: int, block_n: int) -> None:
     problem = AllGatherGemm(rows * WORLD, 776, 1024, "bf16", "m", WORLD)

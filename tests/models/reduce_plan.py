@@ -11,7 +11,7 @@ from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels import tiling
 from autotax.operators import named
 from autotax.operators.problems import GemmReduceScatter
-from tests.models.plan import Flag, Plan, Send, Span, Task, Wait, faults, uneven, walk
+from tests.models.plan import Flag, Plan, Send, Task, Wait, faults, uneven, walk
 
 PROCESSORS = 4
 """Programs of a launch: few, so that many waves are enumerated."""
@@ -148,36 +148,32 @@ def _fused(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]]
 
 def _specialized(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]], int, int]:
     """Senders wait for nobody; adders take pieces of ADDED_ROWS rows, each behind the flags of all ranks for its tile."""
-    world, height, splits = problem.world_size, config["block_m"], config["splits"]
+    world, height = problem.world_size, config["block_m"]
     m_tiles, n_tiles = ceil_div(problem.shard_rows, height), ceil_div(problem.n, config["block_n"])
     down = height // ADDED_ROWS
 
-    def flag(source: int, block: int, tile: int, span: int) -> Flag:
-        return "tiles", ((block * n_tiles + tile) * world + source) * splits + span
-
-    def units(block: int, tile: int, span: int) -> Span:
-        unit = (block * n_tiles + tile) * splits + span
-        return unit, unit + 1
+    def flag(source: int, block: int, tile: int) -> Flag:
+        return "tiles", (block * n_tiles + tile) * world + source
 
     tasks: list[list[Task]] = []
     for rank in range(world):
         own = []
         for owner, block, tile in _tiles(problem, config, rank):
-            for span in range(splits):
-                own.append(Task(sends=(Send(owner, flag(rank, block, tile, span), units(block, tile, span)),)))
+            unit = block * n_tiles + tile
+            own.append(Task(sends=(Send(owner, flag(rank, block, tile), (unit, unit + 1)),)))
         columns: dict[int, list[int]] = {}  # of tiles that are added up, by the first row of a piece
         for program in range(PROCESSORS):
             for piece in range(program, m_tiles * n_tiles * down, PROCESSORS):
                 block, tile = divmod(tiling.grouped(piece // down, m_tiles, n_tiles, config["group_m"]), n_tiles)
-                addends = list(product(range(world), range(splits)))
-                waits = tuple(Wait(source, flag(source, block, tile, span), 1) for source, span in addends)
-                own.append(Task(waits, tuple((source, units(block, tile, span)) for source, span in addends)))
+                unit = block * n_tiles + tile
+                waits = tuple(Wait(source, flag(source, block, tile), 1) for source in range(world))
+                own.append(Task(waits, tuple((source, (unit, unit + 1)) for source in range(world))))
                 columns.setdefault(block * height + piece % down * ADDED_ROWS, []).append(tile)
         for row, tiles in columns.items():
             rows = (min(row, problem.shard_rows), min(row + ADDED_ROWS, problem.shard_rows))
             own.append(Task(rows=rows, columns=tiles))
         tasks.append(own)
-    return tasks, height, m_tiles * n_tiles * splits
+    return tasks, height, m_tiles * n_tiles
 
 
 def _order(rank: int, world: int) -> list[int]:

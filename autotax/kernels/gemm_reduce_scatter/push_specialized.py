@@ -1,8 +1,6 @@
 """push_specialized and scaled_specialized: warps of every program load, multiply, send, poll and add up.
 
-A tile of the partial sum is [GROUPS * 64, PARTS * WIDE]. Tiles of other owners come first, as in `product`. With SPLITS > 1 K is
-cut into as many spans: an item is a tile over one span, and a rank sends an addend for each span, so that few tiles occupy all
-processors, and the first ones are on their way while the last ones are multiplied. Each of one or two
+A tile of the partial sum is [GROUPS * 64, PARTS * WIDE]. Tiles of other owners come first, as in `product`. Each of one or two
 groups multiplies 64 rows by all columns, part by part. It rounds each part and stages it in shared memory. The sender stores
 staged parts in the owner's inbox (TMA). When all of a tile is written there, it sets the flag to the number of the call.
 
@@ -66,32 +64,18 @@ def tile_at(item, m_tiles, n_tiles, WORLD: gl.constexpr, INTERLEAVED: gl.constex
 
 
 @gluon.jit
-def columns_of(item, cols, SPLITS: gl.constexpr):
-    """The first and the end of the columns of A and B that an item multiplies: one of SPLITS spans, none of them empty."""
-    if SPLITS == 1:
-        first = 0
-        end = cols
-    else:
-        span = gl.cdiv(cols, SPLITS * BLOCK_K) * BLOCK_K
-        first = item % SPLITS * span
-        end = gl.minimum(first + span, cols)
-    return first, end
-
-
-@gluon.jit
 def load_tiles(
     a, b, buffers, share,
-    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loader: loads blocks of A and B. It waits only for empty buffers."""
     x, y, full, empty = buffers
     items, rank, rows, cols, m_tiles, n_tiles = share
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        hop, block, tile = tile_at(item // SPLITS, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
+        hop, block, tile = tile_at(item, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
         row = (rank + hop) % WORLD * rows + block * (GROUPS * X_ROWS)
-        first, end = columns_of(item, cols, SPLITS)
-        for at in range(first, end, BLOCK_K):
+        for at in range(0, cols, BLOCK_K):
             stage = turn % STAGES
             mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
             loaded = full.index(stage)
@@ -114,7 +98,7 @@ def stage_part(part, staging, staged, drained, turn, TARGET: gl.constexpr):
 @gluon.jit
 def multiply_tiles(
     GROUP: gl.constexpr, stagings, staged, drained, buffers, share,
-    GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
+    GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: multiplies its 64 rows of each tile of this program. Other warps load the operands and send the tile."""
     x, y, full, empty = buffers
@@ -122,11 +106,10 @@ def multiply_tiles(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
     turn = 0
     sent = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
         one = gl.zeros([X_ROWS, WIDE], gl.float32, layout)
         two = gl.zeros([X_ROWS, WIDE], gl.float32, layout)
-        first, end = columns_of(item, cols, SPLITS)
-        for at in range(first, end, BLOCK_K):
+        for at in range(0, cols, BLOCK_K):
             stage = turn % STAGES
             mbarrier.wait(full.index(stage), turn // STAGES & 1)
             mine = x.index(stage * GROUPS + GROUP)
@@ -137,7 +120,7 @@ def multiply_tiles(
                 one, two = warpgroup_mma_wait(num_outstanding=2, deps=(one, two))
             else:
                 one = warpgroup_mma_wait(num_outstanding=1, deps=(one,))
-            mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=at > first)
+            mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=at > 0)
             turn += 1
         if PARTS == 2:
             one, two = warpgroup_mma_wait(num_outstanding=0, deps=(one, two))
@@ -153,18 +136,15 @@ def multiply_tiles(
 @gluon.jit
 def send_tiles(
     boxes, stagings, staged, drained, flags, bases, epoch, share,
-    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, SPLITS: gl.constexpr, TARGET: gl.constexpr,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """The sender. `boxes` are views [2 * WORLD * SPLITS, rows, n] of the inboxes by hop; flags are [row of tiles, tile, source,
-    span of columns].
-    """
+    """The sender. `boxes` are views [2 * WORLD, rows, n] of the inboxes by hop; flags are [row of tiles, tile, source]."""
     items, rank, _, _, m_tiles, n_tiles = share
     layout: gl.constexpr = boxes[0].layout
     dtype: gl.constexpr = boxes[0].dtype
     sent = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        hop, block, tile = tile_at(item // SPLITS, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
-        source = rank * SPLITS + item % SPLITS
+        hop, block, tile = tile_at(item, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
         for step in range(PARTS * GROUPS):
             part = step // GROUPS
             group = step % GROUPS
@@ -174,7 +154,7 @@ def send_tiles(
             stage = reinterpret(stagings.index(group), dtype, [1, 1, X_ROWS, WIDE], layout).index(0)
             for to in gl.static_range(WORLD):
                 if hop == to:
-                    store_block(boxes[to], [(epoch & 1) * (WORLD * SPLITS) + source, row, col], stage)
+                    store_block(boxes[to], [(epoch & 1) * WORLD + rank, row, col], stage)
             tma.store_wait(0)  # until the staged part has been read
             mbarrier.arrive(drained.index(group))
         sent += PARTS
@@ -184,7 +164,7 @@ def send_tiles(
         )
         settle(TARGET)
         gl.inline_asm_elementwise("fence.acq_rel.sys;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        flag = flag_address(flags, (block * n_tiles + tile) * (WORLD * SPLITS) + source, bases, rank, (rank + hop) % WORLD)
+        flag = flag_address(flags, (block * n_tiles + tile) * WORLD + rank, bases, rank, (rank + hop) % WORLD)
         gl.atomic_xchg(flag, epoch, sem="relaxed", scope="sys")
 
 
@@ -197,19 +177,15 @@ def piece_at(piece, m_tiles, n_tiles, GROUP_M: gl.constexpr, HIGH: gl.constexpr)
 
 
 @gluon.jit
-def poll_tiles(
-    flags, epoch, control, there, taken, share, WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, SPLITS: gl.constexpr, TARGET: gl.constexpr
-):  # fmt: skip
+def poll_tiles(flags, epoch, control, there, taken, share, WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, TARGET: gl.constexpr):
     """The poller: for each piece, waits until the tiles of all ranks have arrived."""
-    ADDENDS: gl.constexpr = WORLD * SPLITS
     _, _, _, _, m_tiles, n_tiles = share
     turn = 0
     for piece in range(gl.program_id(0), m_tiles * n_tiles * (HIGH // PIECE_ROWS), gl.num_programs(0)):
         block, tile, _ = piece_at(piece, m_tiles, n_tiles, GROUP_M, HIGH)
         ready = 0
-        while ready < ADDENDS:
-            first = (block * n_tiles + tile) * ADDENDS + ready
-            ready += wait_first(flags, first, ADDENDS - ready, ready // SPLITS, epoch, control, 1, TARGET)
+        while ready < WORLD:
+            ready += wait_first(flags, (block * n_tiles + tile) * WORLD + ready, WORLD - ready, ready, epoch, control, 1, TARGET)
         mbarrier.wait(taken, (turn & 1) ^ 1)
         mbarrier.arrive(there)
         turn += 1  # noqa: SIM113
@@ -218,9 +194,9 @@ def poll_tiles(
 @gluon.jit
 def add_tiles(
     out, bias, residual, added, box, room, n, m, epoch, there, taken, share,
-    WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr, SPLITS: gl.constexpr, TARGET: gl.constexpr,
+    WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """The adders: add in float32 and in the order of the ranks. `box` is [2, WORLD * SPLITS, room, n], n a multiple of 8."""
+    """The adders: add in float32 and in the order of the ranks. `box` is [2, WORLD, room, n], n a multiple of 8."""
     _, rank, rows, _, m_tiles, n_tiles = share
     n = n // 8 * 8  # shows the compiler the alignment
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [4, 1], [1, 0])
@@ -235,8 +211,8 @@ def add_tiles(
         settle(TARGET)  # else the poller could end the next phase before all four warps have seen this one
         mbarrier.arrive(taken)
         total = gl.zeros([PIECE_ROWS, WIDE], gl.float32, layout)
-        for source in gl.static_range(WORLD * SPLITS):
-            first = gl.cast((epoch & 1) * (WORLD * SPLITS) + source, gl.int64) * room * n
+        for source in gl.static_range(WORLD):
+            first = gl.cast((epoch & 1) * WORLD + source, gl.int64) * room * n
             # Bypasses the L1, because nothing invalidates it for these warps.
             total += gl.load(box + first + at, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
         if added is not None:
@@ -251,7 +227,7 @@ def add_tiles(
 @gluon.jit
 def scatter_tiles(
     a, b, boxes, out, bias, residual, added, box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
-    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
     TARGET: gl.constexpr,
 ):  # fmt: skip
     """A program's part of a call. `a` [m, cols] and `b` [n, cols] are TMA descriptors of the blocks of a group and of a part."""
@@ -269,16 +245,16 @@ def scatter_tiles(
     mbarrier.init(there, count=1)
     mbarrier.init(taken, count=1)
     fence_async_shared()
-    share = (WORLD * m_tiles * n_tiles * SPLITS, rank, rows, cols, m_tiles, n_tiles)
+    share = (WORLD * m_tiles * n_tiles, rank, rows, cols, m_tiles, n_tiles)
     # Written out, because the list of functions must be a literal in the call. The last numbers are registers per thread.
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (multiply_tiles, (0, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, SPLITS, STAGES, TARGET)),
-                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, SPLITS, TARGET)),
-                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, SPLITS, STAGES)),
-                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, SPLITS, TARGET)),
-                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, SPLITS, TARGET)),
+                (multiply_tiles, (0, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
+                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
+                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
+                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
             ],
             [4, 1, 1, 1],
             [184, 88, 88, 88],
@@ -287,12 +263,12 @@ def scatter_tiles(
         gl.static_assert(GROUPS == 2)
         gl.warp_specialize(
             [
-                (multiply_tiles, (0, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, SPLITS, STAGES, TARGET)),
-                (multiply_tiles, (1, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, SPLITS, STAGES, TARGET)),
-                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, SPLITS, TARGET)),
-                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, SPLITS, STAGES)),
-                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, SPLITS, TARGET)),
-                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, SPLITS, TARGET)),
+                (multiply_tiles, (0, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (multiply_tiles, (1, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
+                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
+                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
+                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
             ],
             [4, 4, 1, 1, 1],
             [176, 104, 56, 56, 56],
@@ -307,14 +283,14 @@ MOST_REGISTERS = {1: 168, 2: 128}
 def push_specialized_kernel(
     a, b, box0, box1, box2, box3, box4, box5, box6, box7, out, bias, residual, added, box, flags, bases, control,
     rank, rows, cols, room, n, m,
-    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
     TARGET: gl.constexpr,
 ):  # fmt: skip
     epoch = gl.load(control + EPOCH)
     scatter_tiles(
         a, b, (box0, box1, box2, box3, box4, box5, box6, box7), out, bias, residual, added, box, flags, bases, control,
         rank, epoch, rows, cols, room, n, m,
-        WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, SPLITS, STAGES, TARGET,
+        WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0), TARGET)
 
@@ -323,17 +299,17 @@ class PushSpecialized(Adding):
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world, n, self.room = problem.world_size, problem.n, problem.shard_rows
-        high, across, splits = config["block_m"], config["block_n"], int(config.values.get("splits", 1))
-        wide, addends = min(across, PART_ROWS), world * splits
-        self.box = context.heap.alloc((2, addends, self.room, n), context.dtype(problem))
-        self.flags = context.flags(ceil_div(self.room, high) * ceil_div(n, across) * addends)
+        high, across = config["block_m"], config["block_n"]
+        wide = min(across, PART_ROWS)
+        self.box = context.heap.alloc((2, world, self.room, n), context.dtype(problem))
+        self.flags = context.flags(ceil_div(self.room, high) * ceil_div(n, across) * world)
         inboxes = [context.heap.peer(self.box, (context.rank + hop) % world) for hop in range(world)]
-        views = [self.view(inbox.view(2 * addends, self.room, n), [1, GROUP_ROWS, wide]) for inbox in inboxes]
+        views = [self.view(inbox.view(2 * world, self.room, n), [1, GROUP_ROWS, wide]) for inbox in inboxes]
         self.boxes = padded(views, MOST_RANKS, None)
         self.wide = wide
         self.constants = {
             "WORLD": world, "INTERLEAVED": config["order"] == "interleaved", "GROUP_M": config["group_m"],
-            "GROUPS": high // GROUP_ROWS, "PARTS": across // wide, "WIDE": wide, "SPLITS": splits, "STAGES": config["num_stages"], "num_warps": 4,
+            "GROUPS": high // GROUP_ROWS, "PARTS": across // wide, "WIDE": wide, "STAGES": config["num_stages"], "num_warps": 4,
             "maxnreg": MOST_REGISTERS[high // GROUP_ROWS],
         }  # fmt: skip
 
@@ -360,7 +336,7 @@ class PushSpecialized(Adding):
 def multiply_scaled(
     GROUP: gl.constexpr, of_all, n, m, stagings, staged, drained, buffers, share,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
-    SPLITS: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
+    STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """`multiply_tiles` for codes. `of_all` are the scales of A and of B with the strides of the former."""
     scales_a, stride_m, stride_g, scales_b = of_all
@@ -370,18 +346,16 @@ def multiply_scaled(
     turn = 0
     sent = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        hop, block, tile = tile_at(item // SPLITS, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
+        hop, block, tile = tile_at(item, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
         within = (block * GROUPS + GROUP) * X_ROWS + gl.arange(0, X_ROWS, layout=gl.SliceLayout(1, layout))
         row = (rank + hop) % WORLD * rows + within
         inside = (within < rows) & (row < m)
-        first, end = columns_of(item, cols, SPLITS)
         of_a = scales_a + gl.where(inside, row, 0) * stride_m
         col = tile * (PARTS * WIDE)
-        begun = first // BLOCK_K  # groups of codes before this span
-        of_b = scales_b + col // CODES * groups + begun
+        of_b = scales_b + col // CODES * groups
         last = gl.minimum((col + WIDE) // CODES, gl.cdiv(n, CODES) - 1)
         one, two, _, turn = multiply_tile(
-            GROUP, buffers, end - first, turn, of_a + begun * stride_g, stride_g, of_b, scales_b + last * groups + begun,
+            GROUP, buffers, cols, turn, of_a, stride_g, of_b, scales_b + last * groups,
             SCALES, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1,
         )  # fmt: skip
         # Rows of padding lie in the next owner's rows, or are zeros that a NaN of B makes NaN.
@@ -397,7 +371,7 @@ def multiply_scaled(
 def scatter_scaled(
     a, b, boxes, of_all, out, bias, residual, added, box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
-    SPLITS: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
+    STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """`scatter_tiles` for codes. `a` [m, cols] and `b` [n, cols] are TMA descriptors of words of two codes."""
     HIGH: gl.constexpr = GROUPS * X_ROWS
@@ -414,16 +388,16 @@ def scatter_scaled(
     mbarrier.init(there, count=1)
     mbarrier.init(taken, count=1)
     fence_async_shared()
-    share = (WORLD * m_tiles * n_tiles * SPLITS, rank, rows, cols, m_tiles, n_tiles)
+    share = (WORLD * m_tiles * n_tiles, rank, rows, cols, m_tiles, n_tiles)
     # Written out, because the list of functions must be a literal in the call. The last numbers are registers per thread.
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (multiply_scaled, (0, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, SPLITS, STAGES, TARGET)),
-                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, SPLITS, TARGET)),
-                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, SPLITS, STAGES)),
-                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, SPLITS, TARGET)),
-                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, SPLITS, TARGET)),
+                (multiply_scaled, (0, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
+                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
+                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
+                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
             ],
             [4, 1, 1, 1],
             [184, 88, 88, 88],
@@ -432,12 +406,12 @@ def scatter_scaled(
         gl.static_assert(GROUPS == 2)
         gl.warp_specialize(
             [
-                (multiply_scaled, (0, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, SPLITS, STAGES, TARGET)),
-                (multiply_scaled, (1, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, SPLITS, STAGES, TARGET)),
-                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, SPLITS, TARGET)),
-                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, SPLITS, STAGES)),
-                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, SPLITS, TARGET)),
-                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, SPLITS, TARGET)),
+                (multiply_scaled, (0, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (multiply_scaled, (1, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
+                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
+                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
+                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
             ],
             [4, 4, 1, 1, 1],
             [176, 104, 56, 56, 56],
@@ -449,20 +423,21 @@ def scaled_specialized_kernel(
     a, b, box0, box1, box2, box3, box4, box5, box6, box7, out, bias, residual, added, box, flags, bases, control,
     scales_a, stride_m, stride_g, scales_b, rank, rows, cols, room, n, m,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
-    SPLITS: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
+    STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     await_launch()
     epoch = gl.load(control + EPOCH)
     scatter_scaled(
         a, b, (box0, box1, box2, box3, box4, box5, box6, box7), (scales_a, stride_m, stride_g, scales_b), out, bias, residual, added,
         box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
-        WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, SPLITS, STAGES, TARGET,
+        WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0), TARGET)
 
 
 class ScaledSpecialized(PushSpecialized):
     """`PushSpecialized` for e4m3; `scaled_roles` says how its groups multiply. Tensors of a call: see `scaled_sums.Scaled`."""
+
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         self.quantised, self.result = Quantiser(problem, problem.m, context), problem.result
