@@ -75,7 +75,8 @@ def launches(winner: Winner) -> list[str]:
 
 def told_by(checkout: str, winners: list[Winner]) -> list[list[str]]:
     # Without the lines of the source, which are all that an edit elsewhere in a file changes.
-    env = os.environ | {"PYTHONPATH": checkout, "TRITON_DISABLE_LINE_INFO": "1", "TRITON_ALWAYS_COMPILE": "1"}
+    before = os.environ.get("PYTHONPATH", "")  # may name another Triton
+    env = os.environ | {"PYTHONPATH": f"{checkout}:{before}", "TRITON_DISABLE_LINE_INFO": "1", "TRITON_ALWAYS_COMPILE": "1"}
     command = [sys.executable, __file__, "--launches"]
     asked = subprocess.run(command, input=json.dumps(winners), env=env, text=True, capture_output=True, check=False)
     if asked.returncode:
@@ -92,7 +93,7 @@ def digest(checkout: str, op: str, variant: str) -> str:
 
 def main(old: str, source: str, target: str, op: str, *parameters: str) -> None:
     here = str(Path(__file__).resolve().parents[1])
-    added = dict(parameter.split("=") for parameter in parameters)
+    added = {name: int(value) if value.isdigit() else value for name, value in (entry.split("=") for entry in parameters)}
     document = json.loads(Path(source).read_text())
 
     def edited(winner: Winner) -> bool:

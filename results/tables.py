@@ -5,6 +5,7 @@
 A call goes on where the last one ended: problems in FOLDER/comparisons.jsonl are done, and trials of others count. Each problem
 is tuned for `--each` seconds, its winner soaked, then compared in place with every alternative, all in one pool of ranks.
 FOLDER/tuned.db has the winners and FOLDER/tables.md the tables. Operators take turns, so that an early end leaves a part of each.
+With `--served` nothing is tuned: what look-ups answer, shipped winners too, is compared.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import json
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import zip_longest
@@ -31,7 +32,7 @@ from autotax.operators.problem_files import read_shapes
 from autotax.report import documents
 from autotax.report.formatting import microseconds
 from autotax.runner.local_runner import LiveRunner
-from autotax.tuner import Verdict, finalists, tuning
+from autotax.tuner import Verdict, comparison, finalists, tuning
 from autotax.tuner.progress import Silence
 
 RESULTS = Path(__file__).parent
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--soak", type=int, default=500)
     parser.add_argument("--short", action="store_true", help="finals of one baseline and two challengers, 0.25 s a job")
+    parser.add_argument("--served", action="store_true", help="compare what is tuned already")
     parser.add_argument("--only", type=lambda text: text.split(","), help="operators")
     parser.add_argument("--shapes", type=Path, nargs="+", default=[RESULTS / name for name in SHAPES])
     options = parser.parse_args()
@@ -101,6 +103,7 @@ def main() -> None:
         for module in (finalists, tuning):  # one imports these names from the other
             module.BASELINES, module.CHALLENGERS = 1, 2
         finalists.ROUND_EFFORT = replace(finalists.ROUND_EFFORT, seconds=0.25)
+        comparison.EFFORT = replace(comparison.EFFORT, seconds=0.4)
     ends, hardware = time.monotonic() + options.seconds, detect()
     options.folder.mkdir(parents=True, exist_ok=True)
     log, db = options.folder / "comparisons.jsonl", options.folder / "tuned.db"
@@ -111,16 +114,25 @@ def main() -> None:
     jobs = [(problem, settings) for problem in coming if problem.key not in done and fits(problem, hardware)]
     print(f"{len(done)} problems are done, {len(jobs)} to come", flush=True)
 
-    def compare(verdict: Verdict, runner: LiveRunner) -> None:
-        compared = api.compare_on(runner, verdict.problem, hardware, as_deployed(None, hardware), db, every_variant=False)
-        rows.append({"key": verdict.problem.key, **documents.of_comparison(compared)})
+    def compare(problem: Problem, runner: LiveRunner) -> None:
+        compared = api.compare_on(runner, problem, hardware, as_deployed(None, hardware), db, every_variant=False)
+        rows.append({"key": problem.key, **documents.of_comparison(compared)})
         with log.open("a") as file:
             file.write(json.dumps(rows[-1]) + "\n")
         print("\n".join(table(rows[-1:])[2:3]), flush=True)
 
+    def tuned(verdict: Verdict, runner: LiveRunner) -> None:
+        compare(verdict.problem, runner)
+
+    def served() -> Iterator[None]:
+        with api.ranks(hardware, coming[0].world_size) as runner:
+            for problem, _ in jobs:
+                yield compare(problem, runner)
+
     with Store.open(db, create=True) as store:
-        longest, began = options.each, time.monotonic()
-        for _ in api.tune_jobs(jobs, hardware, store, lambda *_: nullcontext(Silence()), then=compare):
+        longest, began = 0.0 if options.served else options.each, time.monotonic()
+        work = served() if options.served else api.tune_jobs(jobs, hardware, store, lambda *_: nullcontext(Silence()), then=tuned)
+        for _ in work:
             longest, began = max(longest, time.monotonic() - began), time.monotonic()
             if began + longest > ends:
                 break

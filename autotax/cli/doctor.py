@@ -288,12 +288,12 @@ def _shared_memory() -> Check:
 
 def _torch_operators() -> Check:
     """Whether `autotax.torch.install` can replace torch's fused operators, and which it has replaced in this process."""
-    from autotax.torch import OPERATORS, status
-    from autotax.torch.registration import lack
+    from autotax.torch import status
+    from autotax.torch.registration import ALL, lack
 
-    lacks = [f"{name}: {why}" for name in OPERATORS if (why := lack(name))]
+    lacks = [f"{name}: {why}" for name in ALL if (why := lack(name))]
     counted = status()
-    summary = f"{len(OPERATORS) - len(lacks)} of {len(OPERATORS)} can be served"
+    summary = f"{len(ALL) - len(lacks)} of {len(ALL)} can be served"
     if "autotax" in counted.operators.values():
         reasons = dict.fromkeys(call.reason for call in counted.calls if not call.taken)
         summary = "; ".join([f"{summary}, {counted.taken} of {counted.taken + counted.left} calls were", *reasons])

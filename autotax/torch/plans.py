@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -38,11 +38,29 @@ class NotTaken(Exception):
     """Raised for a call that stays torch's. The message is the reason, in a few words."""
 
 
+class Kernels(Protocol):
+    """What a plan takes its kernel from."""
+
+    @classmethod
+    def of(cls, problem: Any, group: dist.ProcessGroup, **settings: Any) -> Self:
+        """Makes the kernels for problems up to this one. Collective. Raises UsageError, on all ranks alike."""
+
+    def kernel_for(self, problem: Any) -> Any:
+        """The kernel for a problem, or None if none can be fitted to it. Runs on the host only."""
+
+    def failure(self) -> str | None:
+        """See autotax.nn.Module.failure."""
+
+
 class BucketKernels(Tuned):
     """One config for all row counts of a bucket, up to the `m` of one problem. Construction is collective.
 
     Raises UsageError, on all ranks alike, if the config cannot be prepared.
     """
+
+    @classmethod
+    def of(cls, problem: Problem, group: dist.ProcessGroup, **settings: Any) -> Self:
+        return cls(problem, group, **settings)
 
     def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:  # noqa: ARG002
         """None: the caller runs the calls that this kernel cannot serve."""
@@ -64,7 +82,6 @@ class BucketKernels(Tuned):
         return iter([most, *range(most // world * world, bucket(most)[0] - 1, -world)])
 
     def kernel_for(self, problem: Problem) -> Any:
-        """The kernel for a problem of the bucket, or None if it cannot be fitted. Runs on the host only."""
         ((_, (kernel,)),) = self._kernels.items()
         return self._fitted(kernel, problem)
 
@@ -87,6 +104,23 @@ def _keeps_bits(call: Any) -> bool:
 
 def with_rows(problem: Problem, rows: int) -> Problem:
     return replace(problem, m=rows)  # type: ignore[call-arg]
+
+
+class Call:
+    """One kind of call. `of` makes it from the arguments, or raises NotTaken; `run` runs a kernel and returns the results."""
+
+    KERNELS: ClassVar[type[Kernels]] = BucketKernels
+    problem: Any
+
+    def sizes(self) -> Iterable[Problem]:
+        """The problems whose kernels may serve the call, the most general first: the greatest of its bucket, and its own."""
+        fields = self.problem.to_dict()
+        last = representative(self.problem).to_dict()["m"]
+        shared = 1 if fields.get("output") == "replicated" else self.problem.world_size
+        return dict.fromkeys((with_rows(self.problem, last // shared * shared), self.problem))
+
+    def require(self, kernel: Any) -> None:
+        """Raises NotTaken if `kernel` cannot serve this call."""
 
 
 # Plans: the implementation of each kind of call. All ranks of a group make the same decision, once.
@@ -139,7 +173,7 @@ class GroupPlans:
         self.ranks, self.calls = group.size(), GroupCalls.of(group)
         self.invariant_rows = INVARIANT_ROWS
         self.known: dict[Key, Plan] = {}
-        self._prepared: dict[tuple[Problem, bool], BucketKernels | str] = {}
+        self._prepared: dict[tuple[Problem, bool], Kernels | str] = {}
         """By the greatest problem that they serve, and whether they are batch-invariant; or why there are none."""
         self._parted = ""
         """Set when the ranks have made different calls: the reason why all later calls stay torch's."""
@@ -162,7 +196,9 @@ class GroupPlans:
             call = read(self.ranks)
         except NotTaken:
             return None
-        prepared = self._prepared.get((with_rows(call.problem, self.invariant_rows), _keeps_bits(call)))
+        if not _keeps_bits(call):
+            return None
+        prepared = self._prepared.get((with_rows(call.problem, self.invariant_rows), True))
         if not isinstance(prepared, InvariantKernels):
             return None
         kernel = prepared.kernel_for(call.problem)
@@ -198,14 +234,10 @@ class GroupPlans:
     def _kernel(self, world: World, call: Any) -> Any:
         """The prepared kernel for a call. Collective. Raises NotTaken, on all ranks alike."""
         problem = call.problem
-        last = representative(problem).to_dict()["m"]
-        shared = self.ranks if problem.to_dict().get("output") != "replicated" else 1
-        # The greatest size of the bucket that the ranks divide.
-        sizes = (with_rows(problem, last // shared * shared), problem)
-        for largest in [with_rows(problem, self.invariant_rows)] if _keeps_bits(call) else dict.fromkeys(sizes):
+        for largest in [with_rows(problem, self.invariant_rows)] if _keeps_bits(call) else call.sizes():
             key = largest, _keeps_bits(call)
             if key not in self._prepared:
-                self._prepared[key] = self._prepare(world, *key)
+                self._prepared[key] = self._prepare(world, *key, call.KERNELS)
             prepared = self._prepared[key]
             if isinstance(prepared, str):
                 raise NotTaken(prepared)
@@ -215,7 +247,7 @@ class GroupPlans:
             raise UsageError(f"batch_invariant is set, and no kernel takes {problem.key}: give another database")
         raise NotTaken("the winner cannot be fitted to this number of rows")
 
-    def _prepare(self, world: World, problem: Problem, batch_invariant: bool) -> BucketKernels | str:
+    def _prepare(self, world: World, problem: Problem, batch_invariant: bool, kernels: type[Kernels]) -> Kernels | str:
         """The kernels for a bucket, or for all numbers of rows, or why there are none. Collective."""
         db, conditions = self.settings.db, self.settings.conditions
         hardware = detect(world.backend)
@@ -228,15 +260,15 @@ class GroupPlans:
                 self._warn(f"torch's own is taken there: {note}")
             if config is None:
                 return notes[0] if notes else peek(problem, hardware=hardware, db=db, conditions=deployed).reason
-            return self._made(BucketKernels, problem, config)
+            return self._made(kernels, problem, config)
         except Exception as error:  # torch's operator is right, whatever has failed
             reason = " ".join((str(error) or type(error).__name__).split())
             self._warn(f"torch's own is taken for {problem.key}: {reason}")
             return reason
 
-    def _made(self, kind: type[BucketKernels], problem: Problem, config: Config) -> BucketKernels:
+    def _made(self, kind: type[Kernels], problem: Problem, config: Config) -> Kernels:
         db, conditions = self.settings.db, self.settings.conditions
-        return kind(problem, self.group, device=self.device, db=db, conditions=conditions, config=config)
+        return kind.of(problem, self.group, device=self.device, db=db, conditions=conditions, config=config)
 
     def _miss(self, problem: Problem) -> Callable[[], object]:
         """Returns a function that counts a miss for this problem: see autotax.save_misses."""
@@ -251,7 +283,7 @@ class GroupPlans:
 
     def failure(self) -> str | None:
         """Why results cannot be trusted, or None: see autotax.nn.Module.failure. Waits for the device."""
-        kernels = [kernel for kernel in self._prepared.values() if isinstance(kernel, BucketKernels)]
+        kernels = [kernel for kernel in self._prepared.values() if not isinstance(kernel, str)]
         return next((note for kernel in kernels if (note := kernel.failure())), None)
 
 

@@ -1,4 +1,5 @@
-"""Registration of our implementations of torch's operators, for torch's schemas in SCHEMAS.
+"""Registration of our implementations of torch's operators, for torch's schemas in SCHEMAS, and of the attention of its context
+parallelism.
 
 Torch declares torch.ops.symm_mem.*. Only the implementations for CUDA and CPU are replaced. Compilers use the Meta
 implementations, which stay torch's.
@@ -16,7 +17,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 
 from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError
-from autotax.torch import plans, scaled, symm_mem
+from autotax.torch import context_parallel, plans, scaled, symm_mem
 from autotax.torch.plans import Status, forget_counts, note_operators, status
 from autotax.torch.symm_mem import GATHER, REDUCE, SCATTER
 
@@ -30,7 +31,7 @@ SCHEMAS = {
     SCATTER: "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor",
 }
 """Schemas of torch 2.11 to 2.15."""
-ALL = (*SCHEMAS, *scaled.ARGUMENTS)
+ALL = (*SCHEMAS, *scaled.ARGUMENTS, context_parallel.ATTENTION)
 METAS = scaled.FALLBACKS | {GATHER: "_fused_all_gather_matmul_fallback", SCATTER: "_fused_matmul_reduce_scatter_fallback"}
 OWN = scaled.TORCHS | {GATHER: "_fused_all_gather_matmul", SCATTER: "_fused_matmul_reduce_scatter"}
 KEYS = ("CUDA", "CPU")
@@ -60,6 +61,8 @@ def _declare() -> torch.library.Library:
 
 def lack(name: str) -> str:
     """The reason why an operator of this torch cannot be replaced, in one line; empty if it can."""
+    if name == context_parallel.ATTENTION:
+        return context_parallel.lack()
     missing = [attribute for attribute in (METAS[name], OWN[name]) if not hasattr(torch_symm_mem, attribute)]
     if missing:
         return f"torch {torch.__version__} has no {' and no '.join(missing)} to fall back to"
@@ -82,7 +85,7 @@ def install(
     shape is collective over its group.
 
     - `db`: the database, a path or a URL; default: yours.
-    - `ops`: which of OPERATORS.
+    - `ops`: which of ALL.
     - `conditions`: the conditions of calls (autotax.core.conditions.Conditions); the default depends on the hardware.
     - `prove`: at the first call of a shape, prove its winner again if it is stale only in software: see AllGatherLinear.
 
@@ -100,6 +103,9 @@ def install(
         if states[name] != "autotax":
             warnings.warn(f"autotax: {name} stays torch's own: {states[name]}", RuntimeWarning, stacklevel=2)
             continue
+        if name == context_parallel.ATTENTION:
+            context_parallel.install()
+            continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that its CUDA implementation is overridden, which is intended
             for key in KEYS:
@@ -114,6 +120,7 @@ def uninstall() -> None:
     if _library is not None:
         _library._destroy()
         _library = None
+    context_parallel.uninstall()
     note_operators({})
     plans.use(plans.Deployment())
     forget_counts()

@@ -24,8 +24,8 @@ from autotax.nn.fallback import all_gather, reduce_scatter
 from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.operators.scaled import SCALES_OF, laid_out, library_product, quantised, scales_of, scales_shape
-from autotax.torch.plans import NotTaken, plan_of
-from autotax.torch.symm_mem import REFUSED_BY_TORCH, Call, aligned, layout_of, ready
+from autotax.torch.plans import Call, NotTaken, plan_of
+from autotax.torch.symm_mem import REFUSED_BY_TORCH, aligned, layout_of, ready
 
 GATHER_SCALED, SCATTER_SCALED = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
 QUANTISED = "fused_quantised_matmul"

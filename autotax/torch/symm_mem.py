@@ -27,18 +27,11 @@ from autotax.nn.consensus import DTYPES
 from autotax.nn.tensor_checks import FREED, VECTOR_BYTES, require_memory
 from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
-from autotax.torch.plans import GRADIENT, TORCH, NotTaken, count_of, plan_of, plans_of
+from autotax.torch.plans import GRADIENT, TORCH, Call, NotTaken, count_of, plan_of, plans_of
 
 GATHER, SCATTER, REDUCE = "fused_all_gather_matmul", "fused_matmul_reduce_scatter", "fused_matmul_all_reduce"
 _LAYOUT = "B is neither row-major nor laid out as W.t() is"
 REFUSED_BY_TORCH = "torch says what is wrong with these arguments"
-
-
-class Call:
-    """One kind of call. `of` makes it from the arguments, or raises NotTaken; `run` runs a kernel and returns the results."""
-
-    def require(self, kernel: Any) -> None:
-        """Raises NotTaken if `kernel` cannot serve this call."""
 
 
 @dataclass(frozen=True)

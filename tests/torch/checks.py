@@ -223,3 +223,34 @@ def wrong_arguments(_: World, db: str) -> list[str]:
             told.append(f"{type(error).__name__}: {error}")
     ended()
     return told
+
+
+def attention_like_torch(world: World, db: str, balanced: bool, causal: bool, calls: Sequence[tuple[int, ...]]) -> Status:
+    """Compares the attention of context parallelism, for (batch, query heads, KV heads, tokens, elements), with torch's own. The
+    first call seems to be captured.
+    """
+    from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+
+    own, op = theirs._templated_ring_attention, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    autotax.torch.install(db)
+    before, theirs._cp_options.enable_load_balance = theirs._cp_options.enable_load_balance, balanced
+    try:
+        for number, (batch, heads, kv_heads, tokens, dim) in enumerate(calls):
+            captured = mock.patch.object(plans, "capturing", return_value=number == 0)
+            q, k, v = (
+                normal(batch, some, tokens, dim, seed=100 * number + 10 * world.rank + which).bfloat16()
+                for which, some in enumerate((heads, kv_heads, kv_heads))
+            )
+            repeated_pair = [tensor.repeat_interleave(heads // kv_heads, 1) for tensor in (k, v)]
+            expected, sums = own(dist.group.WORLD, 2, op, q, *repeated_pair, is_causal=causal)
+            keys = (q, *repeated_pair) if number == 0 else (q, k, v)
+            with captured, warnings.catch_warnings(action="ignore"):
+                output, lse = theirs._templated_ring_attention(dist.group.WORLD, 2, op, *keys, is_causal=causal)
+            assert output.shape == expected.shape
+            assert torch.allclose(output, expected, atol=2e-2)
+            assert torch.allclose(lse, sums, atol=1e-2)
+    finally:
+        theirs._cp_options.enable_load_balance = before
+    status = ended()
+    assert theirs._templated_ring_attention is own
+    return status

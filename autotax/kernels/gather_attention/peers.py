@@ -31,7 +31,9 @@ class TorchContextParallel(Kernel[GatherAttention]):
         how: dict[str, Any] = {"is_causal": self.problem.mask == "causal", "attn_bias": None, "compute_log_sumexp": True}
         query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
         try:
-            o, *_ = context_parallel._templated_ring_attention(
+            # Torch's own function, even where autotax.torch.install has put ours in its place.
+            attention = context_parallel._templated_ring_attention
+            o, *_ = getattr(attention, "torchs", attention)(
                 self.context.world.data, 2, torch.ops.aten._scaled_dot_product_cudnn_attention,
                 query, key, value, **how,
             )  # fmt: skip
