@@ -96,9 +96,9 @@ def _in_shared_memory(problem: GatherAttention, hardware: Hardware, *boxes: str)
 
 
 def push(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
-    """None for heads whose size is no power of two, or differs between K and V, and for one rank."""
-    dim = problem.head_dim
-    if dim != power_of_two(dim) or dim < 16 or problem.world_size == 1 or problem.v_dim:
+    """None for one rank, and unless heads of V, and what those of K have more, are powers of two from 16 on."""
+    dims = problem.value_dim, problem.head_dim - problem.value_dim
+    if any(dim != power_of_two(dim) or dim < 16 for dim in dims if dim) or problem.world_size == 1:
         return None
     gpu = hardware.on_gpu
     most = max(16, power_of_two(problem.chunk_len))
@@ -126,7 +126,7 @@ def push(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
             comm=16 if gpu else 2, piece=64 if gpu else 32, group=1024 if gpu else 32, loads=parameters["loads"][0],
         )
         for order in ORDERS
-        for m, n, warps, stages in (ways[1:] if problem.window else ways)  # the first way would spill registers
+        for m, n, warps, stages in (ways[1:] if problem.window or problem.v_dim else ways)  # the first would spill
         if m in parameters["block_m"] and n in parameters["block_n"]
     ]  # fmt: skip
     return VariantSpace("push", parameters, (fits,), tuple(seeds))
@@ -134,5 +134,6 @@ def push(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
 
 def _fits(problem: GatherAttention, hardware: Hardware, m: int, n: int, warps: int, stages: int) -> bool:
     """Whether Q and the blocks of K and V fit in shared memory, and the output and the scores in half of the registers."""
-    nbytes = (m + 2 * stages * n) * problem.head_dim * problem.item_size
-    return nbytes <= hardware.shared_memory and m * (problem.head_dim + n) <= ACCUMULATORS * lanes(hardware) * warps
+    key, value = problem.head_dim, problem.value_dim
+    nbytes = (m * key + stages * n * (key + value)) * problem.item_size
+    return nbytes <= hardware.shared_memory and m * (value + n) <= ACCUMULATORS * lanes(hardware) * warps

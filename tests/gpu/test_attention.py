@@ -105,3 +105,32 @@ def replayed(world: World, variant: str) -> list[float]:
 def test_a_captured_call_reads_what_its_inputs_hold(ranks: Ranks, variant: str) -> None:
     for found in ranks.run(replayed, variant, timeout=60):
         assert max(found) < LIMIT, found
+
+
+def replayed_stream(world: World) -> list[float]:
+    """Deviations of a ragged call with windows in a graph that is replayed with other inputs."""
+    (dim, tokens), lengths = SIZES["cuda"], [300, 1, 723]
+    module = GatherAttention(KV_HEADS, HEADS, dim, tokens, window=200, device=world.device)
+    number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(world.device)
+    mask = seen(tokens, True, 200, world.device) & (number[:, None] == number)
+    whole = drawn(tokens, dim, world.device, batch=1)
+    static = [own(world, tensor, "contiguous") for tensor in whole[:3]]
+    module(*static, lengths=lengths)
+    world.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = module(*static, lengths=lengths)
+    found = []
+    for turn in range(3):
+        whole = [tensor.roll(turn, 1) for tensor in whole]
+        for tensor, values in zip(static, whole, strict=False):
+            tensor.copy_(own(world, values, "contiguous"))
+        graph.replay()
+        found.append(far(world, [out], right(whole, mask)[:1], "contiguous"))
+    module.close()
+    return found
+
+
+def test_a_captured_call_attends_to_a_stream(ranks: Ranks) -> None:
+    for found in ranks.run(replayed_stream, timeout=60):
+        assert max(found) < LIMIT, found

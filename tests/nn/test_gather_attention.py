@@ -151,6 +151,7 @@ WINDOWS = [
     ("contiguous", "decomposed", 9, None),
     ("zigzag", "decomposed", 40, (24, 16)),
     ("zigzag", "push", 11, None),
+    ("contiguous", "push", 0, (48, 32)),
     *(
         pytest.param(layout, variant, window, dims, marks=pytest.mark.volume)
         for layout, variant, window, dims in (

@@ -90,13 +90,14 @@ def reaches(
 @triton.jit
 def attend_blocks(
     state, q, k, v, row_k, row_v, rows, col, width, first, end, since, seen, tokens, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, EXTRA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
     TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys first ... end - 1 of a span, tokens of one KV head, to the state of a block of queries, by an online softmax.
 
     K and V are row-major [tokens, kv_heads * head_dim], with `rows` rows and `width` columns. Token t of the span is row `row_k`
-    + t of K, `row_v` + t of V. The state is (acc, top, total): the sum of exp2(score - top) * V [BLOCK_M, HEAD_DIM], the greatest
+    + t of K, `row_v` + t of V. With EXTRA heads of K have that many elements more than those of V: `q` and `k` are pairs, for the
+    first HEAD_DIM elements and for the rest. The state is (acc, top, total): the sum of exp2(score - top) * V [BLOCK_M, HEAD_DIM], the greatest
     score and the sum of exp2(score - top) [BLOCK_M], all float32. Scores are in units of log2(e), so that exp2 serves.
 
     MASKED: row i sees the tokens up to seen[i], and tokens from `tokens` on do not exist: their V may hold anything. Else every
@@ -104,8 +105,11 @@ def attend_blocks(
     """
     acc, top, total = state
     for at in tl.range(first, end, BLOCK_N):
-        keys = load_tile(k, row_k + at, col, rows, width, width, BLOCK_N, HEAD_DIM, TMA, ALIGNED)
-        scores = dot(q, tl.trans(keys), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TARGET)
+        keys = load_tile(k[0], row_k + at, col, rows, width, width, BLOCK_N, HEAD_DIM, TMA, ALIGNED)
+        scores = dot(q[0], tl.trans(keys), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TARGET)
+        if EXTRA > 0:
+            rest = load_tile(k[1], row_k + at, col + HEAD_DIM, rows, width, width, BLOCK_N, EXTRA, TMA, ALIGNED)
+            scores = dot(q[1], tl.trans(rest), scores, TARGET)
         if MASKED:
             token = at + tl.arange(0, BLOCK_N)
             scores = tl.where(token[None, :] <= seen[:, None], scores, float("-inf"))
@@ -118,7 +122,12 @@ def attend_blocks(
         shares = tl.exp2(scores * scale - base[:, None])
         fading = tl.exp2(top - base)
         total = total * fading + tl.sum(shares, 1)
-        values = load_tile(v, row_v + at, col, rows, width, width, BLOCK_N, HEAD_DIM, TMA, ALIGNED)
+        col_v = col
+        width_v = width
+        if EXTRA > 0:
+            col_v = col // (HEAD_DIM + EXTRA) * HEAD_DIM
+            width_v = width // (HEAD_DIM + EXTRA) * HEAD_DIM
+        values = load_tile(v, row_v + at, col_v, rows, width_v, width_v, BLOCK_N, HEAD_DIM, TMA, ALIGNED)
         if MASKED:
             values = tl.where((at + tl.arange(0, BLOCK_N) < tokens)[:, None], values, 0.0)
         acc = dot(shares, values, acc * fading[:, None], TARGET)
@@ -129,20 +138,20 @@ def attend_blocks(
 @triton.jit
 def attend_span(
     state, q, k, v, row_k, row_v, rows, col, width, first, end, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+    HEAD_DIM: tl.constexpr, EXTRA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     TARGET: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys first ... end - 1, which every row sees. EVEN: both bounds are multiples of BLOCK_N; else `first` is."""
     whole = end // BLOCK_N * BLOCK_N
     state = attend_blocks(
         state, q, k, v, row_k, row_v, rows, col, width, first, whole, first, first, end, scale,
-        HEAD_DIM, BLOCK_M, BLOCK_N, False, False, TMA, TARGET,
+        HEAD_DIM, EXTRA, BLOCK_M, BLOCK_N, False, False, TMA, TARGET,
     )  # fmt: skip
     if not EVEN:
         seen = tl.full([BLOCK_M], end - 1, tl.int32)
         state = attend_blocks(
             state, q, k, v, row_k, row_v, rows, col, width, whole, end, seen, seen, end, scale,
-            HEAD_DIM, BLOCK_M, BLOCK_N, True, False, TMA, TARGET,
+            HEAD_DIM, EXTRA, BLOCK_M, BLOCK_N, True, False, TMA, TARGET,
         )  # fmt: skip
     return state
 
@@ -150,7 +159,7 @@ def attend_span(
 @triton.jit
 def attend_window(
     state, q, k, v, row_k, row_v, rows, col, width, first, inner, outer, end, since, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
+    HEAD_DIM: tl.constexpr, EXTRA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys first ... end - 1, of which row i sees those from since[i] on. Every row sees the keys inner ... outer - 1, if
     there are any. All bounds but `end` are multiples of BLOCK_N.
@@ -160,22 +169,22 @@ def attend_window(
     seen = tl.full([BLOCK_M], end - 1, tl.int32)
     state = attend_blocks(
         state, q, k, v, row_k, row_v, rows, col, width, first, inner, since, seen, end, scale,
-        HEAD_DIM, BLOCK_M, BLOCK_N, True, True, TMA, TARGET,
+        HEAD_DIM, EXTRA, BLOCK_M, BLOCK_N, True, True, TMA, TARGET,
     )  # fmt: skip
     state = attend_blocks(
         state, q, k, v, row_k, row_v, rows, col, width, inner, outer, since, seen, end, scale,
-        HEAD_DIM, BLOCK_M, BLOCK_N, False, False, TMA, TARGET,
+        HEAD_DIM, EXTRA, BLOCK_M, BLOCK_N, False, False, TMA, TARGET,
     )  # fmt: skip
     return attend_blocks(
         state, q, k, v, row_k, row_v, rows, col, width, outer, end, since, seen, end, scale,
-        HEAD_DIM, BLOCK_M, BLOCK_N, True, True, TMA, TARGET,
+        HEAD_DIM, EXTRA, BLOCK_M, BLOCK_N, True, True, TMA, TARGET,
     )  # fmt: skip
 
 
 @triton.jit
 def attend_own_window(
     state, q, k, v, base, rows, col, width, first, chunk, length, scale, WINDOW: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
+    HEAD_DIM: tl.constexpr, EXTRA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys of the queries' own chunk: the blocks of their own positions, then those before."""
     start = chunk * length
@@ -185,20 +194,20 @@ def attend_own_window(
     border = first // BLOCK_N * BLOCK_N
     state = attend_blocks(
         state, q, k, v, base, base, rows, col, width, border, end, since, seen, end, scale,
-        HEAD_DIM, BLOCK_M, BLOCK_N, True, True, TMA, TARGET,
+        HEAD_DIM, EXTRA, BLOCK_M, BLOCK_N, True, True, TMA, TARGET,
     )  # fmt: skip
     outermost = tl.maximum(first - (WINDOW - 1), start) // BLOCK_N * BLOCK_N
     inner = tl.cdiv(tl.maximum(first + BLOCK_M - WINDOW, start), BLOCK_N) * BLOCK_N
     return attend_window(
         state, q, k, v, base, base, rows, col, width, outermost, inner, border, border, since, scale,
-        HEAD_DIM, BLOCK_M, BLOCK_N, TMA, TARGET,
+        HEAD_DIM, EXTRA, BLOCK_M, BLOCK_N, TMA, TARGET,
     )  # fmt: skip
 
 
 @triton.jit
 def attend_earlier_chunk(
     state, q, k, v, row_k, row_v, rows, col, width, place, start, later, length, flags, flag, sent, source, epoch, control, scale,
-    WINDOW: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, HEAD_DIM: tl.constexpr, EXTRA: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys of a chunk that is `later` chunks before that of the queries, as far as their windows reach.
@@ -218,12 +227,12 @@ def attend_earlier_chunk(
                 wait(flags + flag + group, epoch * pieces, source, flag + group, control, TARGET)
                 state = attend_window(
                     state, q, k, v, row_k, row_v, rows, col, width, tl.maximum(first, group * GROUP), inner, end,
-                    tl.minimum(end, group * GROUP + GROUP), since, scale, HEAD_DIM, BLOCK_M, BLOCK_N, TMA, TARGET,
+                    tl.minimum(end, group * GROUP + GROUP), since, scale, HEAD_DIM, EXTRA, BLOCK_M, BLOCK_N, TMA, TARGET,
                 )  # fmt: skip
         else:
             state = attend_window(
                 state, q, k, v, row_k, row_v, rows, col, width, first, inner, end, end, since, scale,
-                HEAD_DIM, BLOCK_M, BLOCK_N, TMA, TARGET,
+                HEAD_DIM, EXTRA, BLOCK_M, BLOCK_N, TMA, TARGET,
             )  # fmt: skip
     return state
 
@@ -234,14 +243,18 @@ COPY_ELEMENTS = tl.constexpr(8192)
 
 @triton.jit
 def send_keys(
-    k, v, inbox, flags, bases, epoch, rank, tokens, batch, width,
+    k, v, inbox, inbox_v, flags, bases, epoch, rank, tokens, batch, width, width_v,
     WORLD: tl.constexpr, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr, WINDOW: tl.constexpr, COMM: tl.constexpr, GROUP: tl.constexpr,
-    PIECE: tl.constexpr, TARGET: tl.constexpr,
+    PIECE: tl.constexpr, EXTRA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Copies K and V to the peers, PIECE tokens at a time, and counts each piece in the flag of its group of GROUP tokens."""
     groups = tl.cdiv(tokens, GROUP)
     size = (batch * tokens).to(tl.int64) * width
-    landing = inbox + ((epoch & 1) * WORLD + rank).to(tl.int64) * 2 * size
+    if EXTRA > 0:  # values have an inbox of their own
+        landing = inbox + ((epoch & 1) * WORLD + rank).to(tl.int64) * size
+        landing_v = inbox_v + ((epoch & 1) * WORLD + rank).to(tl.int64) * (batch * tokens) * width_v
+    else:
+        landing = inbox + ((epoch & 1) * WORLD + rank).to(tl.int64) * 2 * size
     for hop in tl.range(1, WORLD, num_stages=1):
         peer = (rank + hop) % WORLD
         sent = tokens_sent(rank, peer, tokens, CAUSAL, CHUNKS)
@@ -258,16 +271,21 @@ def send_keys(
                 at = (sequence * tokens + token).to(tl.int64) * width
                 elements = tl.minimum(PIECE, sent - token) * width
                 copy(remote + at, k + at, 0, elements, COPY_ELEMENTS, ALIGNED)
-                copy(remote + size + at, v + at, 0, elements, COPY_ELEMENTS, ALIGNED)
+                if EXTRA > 0:
+                    at = (sequence * tokens + token).to(tl.int64) * width_v
+                    elements = tl.minimum(PIECE, sent - token) * width_v
+                    copy(translate(landing_v, bases, rank, peer) + at, v + at, 0, elements, COPY_ELEMENTS, ALIGNED)
+                else:
+                    copy(remote + size + at, v + at, 0, elements, COPY_ELEMENTS, ALIGNED)
                 flag = (rank * batch + sequence) * groups + token // GROUP
                 signal(flag_address(flags, flag, bases, rank, peer), 1, TARGET, "sys")
 
 
 @triton.jit
 def attend_block(
-    item, q, k, v, inbox, out, lse, flags, control, epoch, rank, tokens, batch, q_heads, kv_heads, scale,
+    item, q, k, v, inbox, inbox_v, out, lse, flags, control, epoch, rank, tokens, batch, q_heads, kv_heads, scale,
     WORLD: tl.constexpr, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
-    BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr, HEAD_DIM: tl.constexpr, EXTRA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Computes a block of queries of one head. The last blocks see most keys and come first."""
@@ -280,11 +298,14 @@ def attend_block(
     chunk = place // blocks
     first = chunk * length + place % blocks * BLOCK_M
     base = sequence * tokens
-    width = kv_heads * HEAD_DIM
-    col = kv_head * HEAD_DIM
-    queries = load_tile(
-        q, base + first, head * HEAD_DIM, batch * tokens, q_heads * HEAD_DIM, q_heads * HEAD_DIM, BLOCK_M, HEAD_DIM, TMA, ALIGNED
-    )
+    width = kv_heads * (HEAD_DIM + EXTRA)
+    col = kv_head * (HEAD_DIM + EXTRA)
+    at_q = head * (HEAD_DIM + EXTRA)
+    width_q = q_heads * (HEAD_DIM + EXTRA)
+    queries = (load_tile(q[0], base + first, at_q, batch * tokens, width_q, width_q, BLOCK_M, HEAD_DIM, TMA, ALIGNED),)
+    if EXTRA > 0:
+        rest = load_tile(q[1], base + first, at_q + HEAD_DIM, batch * tokens, width_q, width_q, BLOCK_M, EXTRA, TMA, ALIGNED)
+        queries = (queries[0], rest)  # type: ignore[assignment]
     row = first + tl.arange(0, BLOCK_M)
     state = (
         tl.zeros([BLOCK_M, HEAD_DIM], tl.float32),
@@ -294,41 +315,45 @@ def attend_block(
     if WINDOW > 0:
         state = attend_own_window(
             state, queries, k, v, base, batch * tokens, col, width, first, chunk, length, scale, WINDOW,
-            HEAD_DIM, BLOCK_M, BLOCK_N, TMA, TARGET,
+            HEAD_DIM, EXTRA, BLOCK_M, BLOCK_N, TMA, TARGET,
         )  # fmt: skip
     elif CAUSAL:
         seen_by_all = (first + 1) // BLOCK_N * BLOCK_N
         state = attend_blocks(
             state, queries, k, v, base, base, batch * tokens, col, width, 0, seen_by_all, row, row, tokens, scale,
-            HEAD_DIM, BLOCK_M, BLOCK_N, False, False, TMA, TARGET,
+            HEAD_DIM, EXTRA, BLOCK_M, BLOCK_N, False, False, TMA, TARGET,
         )  # fmt: skip
         state = attend_blocks(
             state, queries, k, v, base, base, batch * tokens, col, width, seen_by_all, tl.minimum(first + BLOCK_M, tokens), row, row,
-            tokens, scale, HEAD_DIM, BLOCK_M, BLOCK_N, True, False, TMA, TARGET,
+            tokens, scale, HEAD_DIM, EXTRA, BLOCK_M, BLOCK_N, True, False, TMA, TARGET,
         )  # fmt: skip
     else:
         state = attend_span(
             state, queries, k, v, base, base, batch * tokens, col, width, 0, tokens, scale,
-            HEAD_DIM, BLOCK_M, BLOCK_N, EVEN, TMA, TARGET,
+            HEAD_DIM, EXTRA, BLOCK_M, BLOCK_N, EVEN, TMA, TARGET,
         )  # fmt: skip
     groups = tl.cdiv(tokens, GROUP)
+    SHARES: tl.constexpr = 2 if EXTRA == 0 else 1  # of the inbox: with equal heads a source's values lie behind its keys
     if WINDOW > 0:
         if CHUNKS == 2:  # the first chunk is not just before the second
             reach = number_of(rank, chunk, WORLD) - rank
             state = attend_earlier_chunk(
                 state, queries, k, v, base, base, batch * tokens, col, width, first - chunk * length, 0, reach, length,
-                flags, 0, 0, rank, epoch, control, scale, WINDOW, 0, PIECE, HEAD_DIM, BLOCK_M, BLOCK_N, TMA, TARGET,
+                flags, 0, 0, rank, epoch, control, scale, WINDOW, 0, PIECE, HEAD_DIM, EXTRA, BLOCK_M, BLOCK_N, TMA, TARGET,
             )  # fmt: skip
         for turn in tl.range(CHUNKS, WORLD * CHUNKS, num_stages=1):
             source = (rank + WORLD - turn // CHUNKS) % WORLD
             of_keys = turn % CHUNKS
             reach = number_of(rank, chunk, WORLD) - number_of(source, of_keys, WORLD)
-            row_k = (((epoch & 1) * WORLD + source) * 2 * batch + sequence) * tokens
+            row_k = (((epoch & 1) * WORLD + source) * SHARES * batch + sequence) * tokens
+            row_v = row_k
+            if EXTRA == 0:
+                row_v += batch * tokens
             state = attend_earlier_chunk(
-                state, queries, inbox, inbox, row_k, row_k + batch * tokens, 4 * WORLD * batch * tokens, col, width,
+                state, queries, inbox, inbox_v, row_k, row_v, 2 * SHARES * WORLD * batch * tokens, col, width,
                 first - chunk * length, of_keys * length, reach, length, flags, (source * batch + sequence) * groups,
                 tokens_sent(source, rank, tokens, CAUSAL, CHUNKS), source, epoch, control, scale,
-                WINDOW, GROUP, PIECE, HEAD_DIM, BLOCK_M, BLOCK_N, TMA, TARGET,
+                WINDOW, GROUP, PIECE, HEAD_DIM, EXTRA, BLOCK_M, BLOCK_N, TMA, TARGET,
             )  # fmt: skip
     for hop in tl.range(1, WORLD if WINDOW == 0 else 1, num_stages=1):
         source = (rank + WORLD - hop) % WORLD
@@ -336,15 +361,18 @@ def attend_block(
         seen = sent
         if CAUSAL:
             seen = tl.where((source > rank) & (chunk == 0), 0, sent)
-        row_k = (((epoch & 1) * WORLD + source) * 2 * batch + sequence) * tokens
+        row_k = (((epoch & 1) * WORLD + source) * SHARES * batch + sequence) * tokens
         for group in tl.range(0, tl.cdiv(seen, GROUP), num_stages=1):
             flag = (source * batch + sequence) * groups + group
             pieces = tl.cdiv(tl.minimum(GROUP, sent - group * GROUP), PIECE)
             wait(flags + flag, epoch * pieces, source, flag, control, TARGET)
+            row_v = row_k
+            if EXTRA == 0:
+                row_v += batch * tokens
             state = attend_span(
-                state, queries, inbox, inbox, row_k, row_k + batch * tokens, 4 * WORLD * batch * tokens, col, width,
+                state, queries, inbox, inbox_v, row_k, row_v, 2 * SHARES * WORLD * batch * tokens, col, width,
                 group * GROUP, tl.minimum(group * GROUP + GROUP, seen), scale,
-                HEAD_DIM, BLOCK_M, BLOCK_N, EVEN, TMA, TARGET,
+                HEAD_DIM, EXTRA, BLOCK_M, BLOCK_N, EVEN, TMA, TARGET,
             )  # fmt: skip
     acc, top, total = state
     inside = row < (chunk + 1) * length
@@ -356,12 +384,15 @@ def attend_block(
 
 @triton.jit(do_not_specialize=["rank", "batch", "q_heads", "kv_heads"])
 def push_attention_kernel(
-    q, k, v, inbox, k_sent, v_sent, landing, out, lse, flags, begun, bases, control, rank, tokens, batch, q_heads, kv_heads, scale,
+    q, k, v, inbox, inbox_v, q_rest, k_rest, inbox_rest, k_sent, v_sent, landing, landing_v, out, lse, flags, begun, bases, control, rank, tokens, batch, q_heads, kv_heads, scale,
     WORLD: tl.constexpr, CAUSAL: tl.constexpr, CHUNKS: tl.constexpr, WINDOW: tl.constexpr, COMM: tl.constexpr, GROUP: tl.constexpr,
-    PIECE: tl.constexpr, BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK_FIRST: tl.constexpr, DIES: tl.constexpr, HEAD_DIM: tl.constexpr, EXTRA: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`q`, `k`, `v` and `inbox` are views for loads (see `load_tile`); `k_sent`, `v_sent` and `landing` are the same tensors."""
+    """`q`, `k`, `v` and `inbox` are views for loads (see `load_tile`); `k_sent`, `v_sent` and `landing` are the same tensors.
+
+    Only with EXTRA there are `inbox_v` and `landing_v`, for values, and the views `..._rest` of the last elements of heads.
+    """
     if EARLY:
         gdc_wait()
     epoch = tl.load(control + EPOCH)
@@ -370,8 +401,8 @@ def push_attention_kernel(
         signal_all(begun, rank, bases, rank, WORLD, False, TARGET)
     if program < COMM:
         send_keys(
-            k_sent, v_sent, landing, flags, bases, epoch, rank, tokens, batch, kv_heads * HEAD_DIM,
-            WORLD, CAUSAL, CHUNKS, WINDOW, COMM, GROUP, PIECE, TARGET,
+            k_sent, v_sent, landing, landing_v, flags, bases, epoch, rank, tokens, batch, kv_heads * (HEAD_DIM + EXTRA),
+            kv_heads * HEAD_DIM, WORLD, CAUSAL, CHUNKS, WINDOW, COMM, GROUP, PIECE, EXTRA, TARGET,
         )  # fmt: skip
     items = batch * q_heads * CHUNKS * tl.cdiv(tokens // CHUNKS, BLOCK_M)
     if (TARGET != "interpreter") | (program >= COMM):
@@ -380,8 +411,8 @@ def push_attention_kernel(
             item = next_item(control)
         while item < items:
             attend_block(
-                item, q, k, v, inbox, out, lse, flags, control, epoch, rank, tokens, batch, q_heads, kv_heads, scale,
-                WORLD, CAUSAL, CHUNKS, WINDOW, GROUP, PIECE, BLOCK_FIRST, DIES, HEAD_DIM, BLOCK_M, BLOCK_N, EVEN, TMA, TARGET,
+                item, (q, q_rest), (k, k_rest), v, (inbox, inbox_rest), inbox_v if EXTRA > 0 else inbox, out, lse, flags, control, epoch, rank, tokens, batch, q_heads, kv_heads, scale,
+                WORLD, CAUSAL, CHUNKS, WINDOW, GROUP, PIECE, BLOCK_FIRST, DIES, HEAD_DIM, EXTRA, BLOCK_M, BLOCK_N, EVEN, TMA, TARGET,
             )  # fmt: skip
             if DIES == 1:
                 item = next_item(control)
@@ -406,7 +437,7 @@ class AttentionKernel(Kernel[GatherAttention]):
         self.constants: dict[str, Any] = {
             "WORLD": problem.world_size, "CAUSAL": problem.mask == "causal", "CHUNKS": problem.chunks,
             "BLOCK_FIRST": config["order"] == "block_first", "BLOCK_N": int(config["block_n"]),
-            "HEAD_DIM": problem.head_dim,
+            "HEAD_DIM": problem.value_dim, "EXTRA": problem.head_dim - problem.value_dim,
         }  # fmt: skip
 
     @property
@@ -419,8 +450,9 @@ class Push(AttentionKernel):
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world, tokens = problem.world_size, problem.shard_len
-        shape = 2 * world * 2 * problem.batch * tokens, problem.kv_heads * problem.head_dim
-        self.inbox = context.heap.alloc(shape, context.dtype(problem))
+        dims = (problem.head_dim, problem.v_dim) if problem.v_dim else (problem.head_dim,)
+        rows, kind = 2 * world * (3 - len(dims)) * problem.batch * tokens, context.dtype(problem)
+        self.inbox = [context.heap.alloc((rows, problem.kv_heads * dim), kind) for dim in dims]
         self.flags = context.flags(world * problem.batch * ceil_div(tokens, config["group"]))
         self.begun = context.flags(world)
         self.tma = config["loads"] == "tma"
@@ -431,18 +463,24 @@ class Push(AttentionKernel):
             "num_stages": config["num_stages"],
         }  # fmt: skip
 
-    def view(self, tensor: Tensor, rows: int) -> Any:
-        """The argument of `load_tile` for blocks of `rows` tokens of a head."""
+    def view(self, tensor: Tensor, rows: int, columns: int) -> Any:
+        """The argument of `load_tile` for blocks of `rows` tokens and some elements of a head."""
         matrix = tensor.view(-1, math.prod(tensor.shape[2:])) if tensor.dim() > 2 else tensor
-        return TensorDescriptor.from_tensor(matrix, [rows, self.problem.head_dim]) if self.tma else matrix
+        return TensorDescriptor.from_tensor(matrix, [rows, columns]) if self.tma else matrix
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         context, constants, block_n = self.context, self.constants, self.constants["BLOCK_N"]
         # The interpreter needs one program that attends.
         programs = constants["COMM"] + 1 if context.interpreted else context.processors
+        dim, extra, block_m = self.problem.value_dim, constants["EXTRA"], constants["BLOCK_M"]
+        inbox, values = self.inbox[0], self.inbox[1] if extra else None
+        apart: list[Any] = [None] * 4
+        if values is not None:
+            rest = (self.view(tensor, rows, extra) for tensor, rows in ((q, block_m), (k, block_n), (inbox, block_n)))
+            apart = [self.view(values, block_n, dim), *rest]
         context.launch(
             push_attention_kernel, (programs,),
-            self.view(q, constants["BLOCK_M"]), self.view(k, block_n), self.view(v, block_n), self.view(self.inbox, block_n),
-            k, v, self.inbox, out, self.lse, self.flags, self.begun, context.heap.bases, self.control, context.rank,
+            self.view(q, block_m, dim), *(self.view(tensor, block_n, dim) for tensor in (k, v, inbox)), *apart,
+            k, v, inbox, values, out, self.lse, self.flags, self.begun, context.heap.bases, self.control, context.rank,
             *self.sizes, self.scale, **constants, **all_resident(context),
         )  # fmt: skip

@@ -353,10 +353,6 @@ class CopyEngine(CopiedKeys, RolesKernel):
     it here; `open_slot` of a later call does. For sequences whose chunks are whole blocks.
     """
 
-    def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
-        super().__init__(problem, config, context)
-        self.constants |= {"HEAD_DIM": problem.value_dim, "EXTRA": problem.head_dim - problem.value_dim}
-
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         context, dim, block_n = self.context, self.problem.value_dim, self.constants["BLOCK_N"]
         slot = self.send_all(k, v)
@@ -416,6 +412,7 @@ class PushSpecialized(RolesKernel):
         self.flags = context.flags(2 * world * self.chunks)
         self.counts = context.empty((2 * self.chunks,), torch.int32).zero_()
         self.constants |= {"CHUNK": config["chunk"], "BOXES": config["boxes"]}
+        del self.constants["EXTRA"]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         context, dim, block_n = self.context, self.problem.head_dim, self.constants["BLOCK_N"]
