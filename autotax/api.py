@@ -162,8 +162,9 @@ def refresh(
 
     Candidates are your winners, the shipped ones that were measured on devices like these, and what others wrote that can be
     served. Each is verified, soaked and measured interleaved with BSP; the new winner is stored. `problems` limits this to some
-    problems, `conditions` to winners for these conditions; `everything` includes winners that still hold. All problems together take `timeout_s` seconds at most. A
-    stale winner whose kernels compile to the machine code that was proven holds without a measurement and has no result.
+    problems, `conditions` to winners for these conditions; `everything` includes winners that still hold. All problems together
+    take `timeout_s` seconds at most. A stale winner whose kernels compile to the machine code that was proven holds without a
+    measurement and has no result.
     """
     hardware = machine.detect(backend)
     requested = [problems] if isinstance(problems, Problem) else problems
