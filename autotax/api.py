@@ -31,6 +31,7 @@ from autotax.db import Store, TrialRecord, shipped
 from autotax.db.lookup import lookup, reload
 from autotax.db.records import Place, Stale, stale_winners
 from autotax.hardware import Hardware, check_memory, check_world_size
+from autotax.operators import registry
 from autotax.software import Environment, environment
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, Listener, Progress, Settings, Verdict, equal_code
@@ -140,13 +141,16 @@ class Refreshed:
 
     @property
     def outcome(self) -> str:
-        """`kept`: a former winner is faster than BSP here too. `bsp`: none is. `failed`: nothing could be verified.
-        `interrupted`, `late`: Ctrl-C or the time limit came first.
+        """`kept`: a former winner is fastest here too. `replaced`: an alternative is faster. `bsp`: nothing is faster than BSP.
+        `failed`: nothing could be verified. `interrupted`, `late`: Ctrl-C or the time limit came first.
         """
         winner = self.verdict.winner
         if winner is None:
             return "interrupted" if self.verdict.interrupted else "late" if self.verdict.late else "failed"
-        return "kept" if winner.measurement.config in self.stale.configs and not self.verdict.tie else "bsp"
+        config = winner.measurement.config
+        if self.verdict.tie or config.variant == registry.of(self.verdict.problem).baseline:
+            return "bsp"
+        return "kept" if config in self.stale.configs else "replaced"
 
 
 def refresh(
@@ -156,10 +160,11 @@ def refresh(
 ) -> list[Refreshed]:  # fmt: skip
     """Proves stale winners again after a change of software: `autotax refresh`. A few seconds for each problem.
 
-    Candidates are your winners and the shipped ones that were measured on devices like these. Each is verified, soaked and
-    measured interleaved with BSP; the new winner is stored. `problems` limits this to some problems, `conditions` to winners for
-    these conditions; `everything` includes winners that still hold. All problems together take `timeout_s` seconds at most. A
-    stale winner whose kernels compile to the machine code that was proven holds without a measurement and has no result.
+    Candidates are your winners, the shipped ones that were measured on devices like these, and what others wrote that can be
+    served. Each is verified, soaked and measured interleaved with BSP; the new winner is stored. `problems` limits this to some
+    problems, `conditions` to winners for these conditions; `everything` includes winners that still hold. All problems together
+    take `timeout_s` seconds at most. A stale winner whose kernels compile to the machine code that was proven holds without a
+    measurement and has no result.
     """
     hardware = machine.detect(backend)
     requested = [problems] if isinstance(problems, Problem) else problems
@@ -202,7 +207,8 @@ def refresh_on(
     each_s: float | None = None,
 ) -> Iterator[Refreshed]:  # fmt: skip
     """Yields each problem when it is proven. All problems of a world size share one pool of ranks. Ends early when interrupted or
-    at the limit. With `each_s` only the best former winner of a problem is proven, for about so many seconds.
+    at the limit. With `each_s` only the best former winner of a problem is proven, for about so many seconds. Without it, what
+    others wrote and can be served is measured beside all of them.
     """
     for world_size, group in groupby(stale, key=lambda item: item.problem.world_size):
         several = list(group)
@@ -213,7 +219,8 @@ def refresh_on(
                 for coming in several[number + (number > 0) : number + 2]:  # compiles its kernels ahead
                     runner.expect(coming.problem, coming.configs)
                 most = None if each_s is None else 1
-                configs = tuple(dict.fromkeys((*item.baselines[:most], *item.configs[:most])))
+                others = [] if most else registry.of(item.problem).alternatives(item.problem, hardware)
+                configs = tuple(dict.fromkeys((*item.baselines[:most], *item.configs[:most], *others)))
                 with watch(item.problem, hardware) as listener:
                     verdict = tuner.prove(
                         item.problem, configs, hardware=hardware, runner=runner, store=store, environment=runner.environment,

@@ -47,8 +47,8 @@ class RefreshOptions(LimitedOptions):
 def refresh(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOptions, where: MachineOptions) -> int:
     """Prove winners again after an upgrade: verified and measured against BSP, seconds for each problem.
 
-    Candidates are your winners and the shipped ones that were measured on devices like these with other software. Winners
-    whose kernels compile to equal machine code here hold without a measurement.
+    Candidates are your winners, the shipped ones that were measured on devices like these with other software, and what others
+    wrote that can be served. Winners whose kernels compile to equal machine code here hold without a measurement.
     """
     from autotax.api import hold_equal, refresh_on, stale_here
     from autotax.report import documents, tables

@@ -228,6 +228,11 @@ class Operator(Generic[P]):
             self.variants[name] = peer
         return peer
 
+    def alternatives(self, problem: Problem, hardware: Hardware) -> list[Config]:
+        """The default config of each alternative that can be served for a problem on a machine."""
+        spaces = (peer.space_for(problem, hardware) for peer in self.peers.values() if peer.served)
+        return [space.default() for space in spaces if space]
+
     def peer_and_tuned(self, name: str, kernel: str, **more: Any) -> None:
         """Declares an alternative, and the same one with configs of its own tuner: `NAME_tuned`, by the class `KERNELTuned`."""
         self.peer(name, kernel, **more)

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from autotax.tuner import Comparison, Standing
 
 WINNER_STYLE = "bold green"
-REFRESHED_STYLES = {"kept": "green", "bsp": "yellow"}
+REFRESHED_STYLES = {"kept": "green", "replaced": "green", "bsp": "yellow"}
 
 
 WIDE, NARROW, NARROWEST = ALL = "wide", "narrow", "narrowest"

@@ -1,7 +1,8 @@
 """Torch's fused operators of tensor parallelism on tuned kernels.
 
 `install()` replaces `symm_mem::fused_all_gather_matmul`, `symm_mem::fused_matmul_reduce_scatter` and their scaled editions, which
-Inductor's micro-pipeline pass, torchtitan and SGLang call, and the attention of context parallelism. Calls without a winner stay torch's; `status()` lists them with the reason.
+Inductor's micro-pipeline pass, torchtitan and SGLang call, and the attention of context parallelism. Calls without a winner stay
+torch's; `status()` lists them with the reason.
 """
 
 from autotax.torch.plans import CallStatus, Status, status

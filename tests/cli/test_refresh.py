@@ -8,18 +8,20 @@ import pytest
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.hardware import detect
-from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
 from autotax.spaces import space_for
 from tests.cli.conftest import GPUS, Ranks, Run, Tuner, keep_winner
 
 PROBLEM = AllGatherGemm(64, 96, 64, "fp32", world_size=2)
 WIDER = AllGatherGemm(64, 128, 64, "fp32", world_size=2)
 DECODE = FlashDecode(2, 8, 2, 32, 128, "fp32", world_size=2)
+SUM = GemmReduceScatter(64, 96, 64, "fp32", world_size=2)
 OLD = "3.0.0"
 
 
-def default(problem: AllGatherGemm | FlashDecode, variant: str) -> Config:
+def default(problem: Problem, variant: str) -> Config:
     return space_for(problem, detect("cpu")).default(variant)
 
 
@@ -46,6 +48,18 @@ def test_proves_what_is_stale_only_in_software(run: Run, tuner: Tuner, ranks: Ra
     assert "push is 1.25x faster than BSP" in result.err and "problem 2 of 2" in result.err
     assert f"stored in {db}; next: autotax winners" in result.err
     assert result.out.count(" kept") == 2
+
+
+def test_what_others_wrote_may_replace_a_winner(run: Run, tuner: Tuner, db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_winner(db, SUM, detect("cpu"), default(SUM, "push"), default(SUM, "bsp"), triton=OLD)
+    result = run("refresh", "--json")
+    ((_, configs, _),) = tuner.proven
+    assert configs == (default(SUM, "bsp"), default(SUM, "push"), Config("all_to_all"))
+    assert (result.document["outcome"], result.document["winner"]["variant"]) == ("replaced", "all_to_all")
+    tuner.proven.clear()
+    monkeypatch.setenv("AUTOTAX_ONLY_OURS", "1")
+    assert run("refresh", "--all", "--json").document["outcome"] == "kept"
+    assert tuner.proven[0][1] == configs[:2]
 
 
 @pytest.mark.usefixtures("stale")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
 
 import autotax.torch
 from autotax.core.conditions import Conditions
@@ -44,13 +44,13 @@ def attended(world: World, db: str, backend: str) -> tuple[list[float], int, int
     generator = torch.Generator(device).manual_seed(1)
     whole = [torch.randn(1, *SHAPE, device=device, dtype=torch.bfloat16, generator=generator) for _ in range(4)]
     dense = [tensor.clone().requires_grad_() for tensor in whole[:3]]
-    expected = scaled_dot_product_attention(*dense, is_causal=True)
+    expected = functional.scaled_dot_product_attention(*dense, is_causal=True)
     expected.backward(whole[3])
     autotax.torch.install(db, ["context_parallel_attention"])
     mine = [tensor.clone() for tensor in whole]
     with torch.nn.attention.sdpa_kernel(BACKENDS[backend]), context_parallel(mesh, buffers=mine, buffer_seq_dims=[2] * 4):
         inputs = [tensor.detach().requires_grad_() for tensor in mine[:3]]
-        output = scaled_dot_product_attention(*inputs, is_causal=True)
+        output = functional.scaled_dot_product_attention(*inputs, is_causal=True)
         output.backward(mine[3])
     gradients = [tensor.grad for tensor in inputs]
     results: list[Tensor] = context_parallel_unshard(mesh, [output.detach(), *gradients], [2] * 4)
