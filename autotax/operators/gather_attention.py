@@ -139,6 +139,14 @@ class GatherAttention(Problem):
         chunk of a lower rank. The second chunk of queries sees all keys of a higher rank. See `_windows` for windows. The first
         part has all queries of the rank.
         """
+        return self._parts[rank]
+
+    @cached_property
+    def _parts(self) -> list[list[Part]]:
+        """Those of each rank: calls ask for them."""
+        return [self._parts_of(rank) for rank in range(self.world_size)]
+
+    def _parts_of(self, rank: int) -> list[Part]:
         if self.windowed:
             return self._windows(rank)
         whole, chunk = (0, self.shard_len), self.chunk_len
