@@ -30,7 +30,7 @@ class Part(NamedTuple):
     causal: bool
     """Whether the i-th query sees the keys up to the i-th; else it sees all keys of the part."""
     left: int | None = None
-    """The i-th query sees no key before the (i - left)-th. None: there is no such bound."""
+    """The i-th of as many queries as keys sees no key before the (i - left)-th. None: there is no such bound."""
     pieces: int = 1
     """Queries and keys are cut into this many equal pieces. A piece of queries sees only the piece of keys in its place."""
 
@@ -179,16 +179,27 @@ class GatherAttention(Problem):
         return parts
 
     def _seen(self, source: int, queries: tuple[int, int], keys: tuple[int, int], distance: int) -> list[Part]:
-        """The part of some queries and earlier keys, if there is one: the first query lies `distance` behind the first key."""
+        """The parts of some queries and earlier keys: the first query lies `distance` behind the first key.
+
+        Where the window ends among the keys there are two at most: a rectangle, and as many queries as keys with a bound.
+        """
         if not self.window:
             return [Part(source, queries, keys, causal=False)]
         hidden = distance - self.window + 1  # keys that the first query does not see; below zero, as many queries have no bound
-        begin = max(0, hidden)
+        begin, end = keys[0] + max(0, hidden), keys[1]
         count = min(queries[1] - queries[0], keys[1] - keys[0] - hidden)
         if count <= 0:
             return []
-        left = begin - hidden if begin - hidden < count - 1 else None
-        return [Part(source, (queries[0], queries[0] + count), (keys[0] + begin, keys[1]), False, left)]
+        first, last = queries[0], queries[0] + count
+        left, more = max(0, -hidden), end - begin - count
+        if left >= count - 1:
+            return [Part(source, (first, last), (begin, end), causal=False)]
+        if more > 0:  # keys
+            whole, bounded = ((first, last), (end - more, end)), ((first, last), (begin, end - more))
+        else:
+            whole, bounded = ((first, first - more), (begin, end)), ((first - more, last), (begin, end))
+        parts = [Part(source, *bounded, False, left - max(0, -more))]
+        return [*parts, Part(source, *whole, causal=False)] if more else parts
 
     @cached_property
     def everything(self) -> Part:

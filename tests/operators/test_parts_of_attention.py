@@ -51,6 +51,7 @@ def test_each_pair_that_sees_each_other_is_in_one_part_and_no_other_pair_is(prob
                     assert len(queries) == len(keys)
                     sees &= before >= 0
                 if part.left is not None:
+                    assert len(queries) == len(keys)
                     assert 0 <= part.left < len(queries) - 1
                     sees &= before <= part.left
                 assert bool(sees.any(0).all() and sees.any(1).all())  # no query and no key is in vain
@@ -77,6 +78,7 @@ def covered(parts: list[Part], keys: int, queries: int) -> Tensor:
         before = torch.arange(part.queries[1] - part.queries[0])[:, None] - torch.arange(part.keys[1] - part.keys[0])
         sees = torch.ones_like(before, dtype=torch.bool) if part.left is None else before <= part.left
         assert bool(sees.any(0).all() and sees.any(1).all())
+        assert part.left is None or len(before) == before.shape[1]
         counts[slice(*part.queries), slice(*part.keys)] += sees.int()
     return counts
 

@@ -35,15 +35,15 @@ def attend(library: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, left:
     """Attention of q [batch, queries, q_heads, head_dim] to k [batch, keys, kv_heads, head_dim] and v, by an operator of torch.
 
     `library` is "cudnn", "flash" or "cpu". Returns O [batch, queries, q_heads, elements of a head of v] and the log-sum-exps of base
-    e, float32 [batch, q_heads, queries]. Both are allocated by torch, in a capture from the graph's pool. With `causal` there are as
-    many queries as keys, and the i-th sees the keys up to the i-th. With `left` the i-th sees no key before the (i - left)-th, which
-    cuDNN's attention does not support.
+    e, float32 [batch, q_heads, queries]. Both are allocated by torch, in a capture from the graph's pool. With `causal` or
+    `left` there are as many queries as keys. Causally, the i-th sees the keys up to the i-th. With `left` the i-th sees no key before
+    the (i - left)-th, which cuDNN's attention does not support.
     """
     aten, dim = torch.ops.aten, v.shape[3]
     if library != "cudnn":
         v = widened(v, q.shape[3])
     if library == "flash" and left is not None:
-        o, lse, *_ = aten._flash_attention_forward(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, **bounds(q, k, left))
+        o, lse, *_ = aten._flash_attention_forward(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, **bounds(causal, left))
         return o[..., :dim].contiguous(), lse
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     if library == "cudnn":
@@ -60,9 +60,9 @@ def widened(tensor: Tensor, dim: int) -> Tensor:
     return tensor if tensor.shape[3] == dim else torch.nn.functional.pad(tensor, (0, dim - tensor.shape[3]))
 
 
-def bounds(q: Tensor, k: Tensor, left: int) -> dict[str, int]:
-    """The window of flash attention, which aligns the last query with the last key."""
-    return {"window_size_left": left + k.shape[1] - q.shape[1]}
+def bounds(causal: bool, left: int) -> dict[str, int]:
+    """The window of flash attention."""
+    return {"window_size_left": left} | ({"window_size_right": 0} if causal else {})
 
 
 def masked(q: Tensor, k: Tensor, causal: bool, left: int | None) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def attend_ragged(library: str, q: Tensor, k: Tensor, v: Tensor, lengths: Sequen
         return torch.cat([o for o, _ in results], 1), torch.cat([lse for _, lse in results], 2)
     most, dim = max(lengths), v.shape[3]
     sequences = q[0], k[0], widened(v, q.shape[3])[0], ends, ends, most, most
-    window = {} if how.left is None else {"window_size_left": how.left}
+    window = {} if how.left is None else bounds(how.causal, how.left)
     o, lse, *_ = torch.ops.aten._flash_attention_forward(*sequences, 0.0, how.causal, False, **window)
     if lse.dim() == 3:  # by sequences, as some versions give it
         lse = torch.cat([of_one[:, :length] for of_one, length in zip(lse, lengths, strict=True)], 1)
