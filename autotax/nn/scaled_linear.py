@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,8 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, ceil_div
-from autotax.hardware import Hardware
+from autotax.hardware import Hardware, detect
+from autotax.heap.world import together
 from autotax.nn import custom_ops
 from autotax.nn.base import NO_OUT, Module, greatest_rows, increment_version, module_of, sizes_up_to
 from autotax.nn.fallback import all_gather, reduce_scatter
@@ -296,6 +298,8 @@ class ScaledLinear(Module):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """The layer with the residual, then the norm of its result, quantised as the module `norm` says.
 
+        Without a tuned config for this number of rows, LinearAllReduce leaves the sum to the norm module.
+
         Args:
             x: As in a call of the layer.
             norm_weight: [n].
@@ -310,7 +314,24 @@ class ScaledLinear(Module):
             UsageError: The layer has no norm, or a tensor is not allowed, or requires a gradient.
         """
         norm = norm_behind(self, residual, x, self.bias, norm_weight, self.backward_weight)
+        if self.kind == "all_reduce" and not is_compiling():
+            self._ensure_ready()
+            if self._world and self._kernel_for(math.prod(x.shape[:-1])) is self._plain:
+                return norm(self._addend(x, scales), norm_weight, residual, scale)
         return norm.of_sums(self._forward(x, scales, None, residual), norm_weight, scale)
+
+    def _addend(self, x: Tensor, scales: Tensor | None) -> Tensor:
+        """This rank's addend of the sum, by the library. The first rank adds the bias."""
+        tensors = x, scales, self.weight, self.scales, self.input_scale, None, self.bias, None
+        with on_device(self._index):
+            x, of_x, weight, weight_scales, shape, bias, _ = self._checked(*tensors)
+            out = torch.empty(shape, dtype=self.out_dtype, device=self._device)
+            n, k = self._sides
+            if x.numel():
+                self._plain.product(x.view(-1, k), weight, *of_x, weight_scales, out.view(-1, n))
+            if bias is not None and self._world and self._world.rank == 0:
+                out += bias
+        return out
 
     def _forward(self, x: Tensor, scales: Tensor | None, out: Tensor | None, residual: Tensor | None) -> Tensor:
         if torch.is_grad_enabled():
@@ -404,13 +425,7 @@ class ScaledLinear(Module):
         self, x: Tensor, weight: Tensor, of_x: tuple[Tensor, ...], weight_scales: Tensor, out: Tensor,
         bias: Tensor | None, residual: Tensor | None,
     ) -> None:  # fmt: skip
-        rows = len(x)
-        size = next((size for size in map(self._rows_of, (choice.problem for choice in self.choices)) if rows <= size), None)
-        if size is None:
-            most = self._rows_of(self.choices[-1].problem)
-            raise UsageError(f"x has {rows} rows; it must have at most {most}: give fewer, or a greater max_m to the layer")
-        kernel = self._kernels.get(size)
-        call = (kernel and kernel.fitted(self.problem(rows))) or self._plain
+        call = self._kernel_for(len(x))
         adds = {name: added for name, added in (("bias", bias), ("residual", residual)) if added is not None}
         if adds and getattr(call, "ADDS", False):
             call(x, weight, *of_x, weight_scales, out, **adds)
@@ -418,6 +433,15 @@ class ScaledLinear(Module):
         call(x, weight, *of_x, weight_scales, out)
         for added in adds.values():
             out.add_(added)
+
+    def _kernel_for(self, rows: int) -> Any:
+        """The tuned kernel for a number of rows, or the bulk-synchronous call. Raises UsageError for too many rows."""
+        size = next((size for size in map(self._rows_of, (choice.problem for choice in self.choices)) if rows <= size), None)
+        if size is None:
+            most = self._rows_of(self.choices[-1].problem)
+            raise UsageError(f"x has {rows} rows; it must have at most {most}: give fewer, or a greater max_m to the layer")
+        kernel = self._kernels.get(size)
+        return (kernel and kernel.fitted(self.problem(rows))) or self._plain
 
     # The backward, with the weight in bf16.
 
@@ -476,27 +500,54 @@ class _Recorded(torch.autograd.Function):
 
 
 class PlainScaled:
-    """The bulk-synchronous call of a layer in plain torch, for any size; torch's operators allocate memory at each call."""
+    """The bulk-synchronous call of a layer, for any size: on GPUs one kernel quantises, then the library multiplies.
+
+    Torch's operators allocate memory at each call.
+    """
 
     def __init__(self, layer: ScaledLinear) -> None:
         self.world, self.kind, self.layout, self.quantize = layer._world, layer.kind, layer.layout, layer.quantize
+        self.nowhere: Tensor | None = None
+        if layer._device.type == "cuda" and self.quantize is not None:
+            self.nowhere, self.target = torch.zeros(2, dtype=torch.int64, device=layer._device), detect().target
+            what = "compile the kernel that quantises"
+            with together(self.world, what) if self.world else nullcontext():
+                x = torch.zeros(16, layer.weight.shape[1], dtype=layer.out_dtype, device=layer._device)
+                for rows in (1, 2, 16):  # Triton compiles other kernels for 1 and for multiples of 16
+                    self.quantised(x[:rows], layer.input_scale)
+
+    def quantised(self, x: Tensor, static: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [rows, k] in e4m3, and its scales. `static` is the scale of quantize `static`."""
+        how = self.quantize or ""
+        if self.nowhere is None:
+            scales = scales_of(x, how) if static is None else static
+            return quantised(x, scales, how), scales
+        from autotax.kernels.all_gather_gemm.scaled_shards import quantised_apart  # brings Triton
+
+        return quantised_apart(x, static, SCALES_OF[how], self.nowhere, self.target)
 
     def __call__(self, x: Tensor, weight: Tensor, *rest: Tensor) -> None:
         """See `ScaledLinear._call`."""
+        *_, out = rest
+        if self.kind == "reduce_scatter" and self.world is not None:
+            partial = out.new_empty(len(x), out.shape[1])
+            self.product(x, weight, *rest[:-1], partial)
+            reduce_scatter(out, partial, self.world.data)
+            return
+        self.product(x, weight, *rest)
+        if self.kind == "all_reduce" and self.world is not None:
+            dist.all_reduce(out, group=self.world.data)
+
+    def product(self, x: Tensor, weight: Tensor, *rest: Tensor) -> None:
+        """The product, of a row-parallel layer this rank's addend."""
         *of_x, weight_scales, out = rest
-        scales = of_x[0] if of_x else scales_of(x, self.quantize or "")
         if self.quantize is not None:
-            x = quantised(x, scales, self.quantize)
+            x, scales = self.quantised(x, of_x[0] if of_x else None)
+        else:
+            (scales,) = of_x
         if self.kind == "all_gather":
             x, scales = self._gathered(x, scales)
-        if self.kind != "reduce_scatter" or self.world is None:
-            library_product(x, scales, weight, weight_scales, self.layout, out)
-            if self.kind == "all_reduce" and self.world is not None:
-                dist.all_reduce(out, group=self.world.data)
-            return
-        partial = out.new_empty(len(x), out.shape[1])
-        library_product(x, scales, weight, weight_scales, self.layout, partial)
-        reduce_scatter(out, partial, self.world.data)
+        library_product(x, scales, weight, weight_scales, self.layout, out)
 
     def _gathered(self, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         if self.world is None:

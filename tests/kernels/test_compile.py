@@ -230,7 +230,7 @@ def test_keys_of_192_elements_fit_beside_values_of_128_and_hardly_spill(compiler
     assert (kernel.local or 0) <= 96
 
 
-@pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942"])
+@pytest.mark.parametrize("target", ["cuda:90", *volume("hip:gfx942")])
 def test_attention_with_windows_or_smaller_heads_of_v_spills_little(compilers: ProcessPoolExecutor, target: str) -> None:
     usual, hardware = ATTENTIONS[target], known_hardware(target)
     for problem in (replace(usual, window=1024), replace(usual, head_dim=192, v_dim=128)):

@@ -19,6 +19,7 @@ from autotax.core.errors import UsageError
 from autotax.hardware import detect
 from autotax.heap import World
 from autotax.kernels import scaled_product
+from autotax.kernels.all_gather_gemm.scaled_shards import quantised_apart
 from autotax.kernels.libraries import DeepGemm
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.operators import registry, scaled
@@ -117,6 +118,23 @@ def test_quantising_on_the_way_gives_the_bits_of_a_quantiser_before(ranks: Ranks
         for name, space in space_for(problem, detect("cpu")).variants.items():
             for first, second, third, fourth in ranks.run(bits_of_both, problem, space.some(1, Random(7))[0], timeout=120):
                 assert (first, third) == (second, fourth), name
+
+
+def differences_of_quantisers(_: World, quantize: str, rows: int) -> list[int]:
+    """Codes and scales of a kernel on its own that differ from torch's."""
+    x = torch.randn(rows, 384, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    x[0, :7], x[-1] = 0.0, 3.0e4
+    static = torch.full((1,), 1 / 64) if quantize == "static" else None
+    scales = scales_of(x, quantize) if static is None else static
+    codes, found = quantised_apart(x, static, SCALES_OF[quantize], torch.zeros(2, dtype=torch.int64), detect("cpu").target)
+    wrong = codes.view(torch.uint8) != quantised(x, scales, quantize).view(torch.uint8)
+    return [int(wrong.sum()), int((found.reshape(scales.shape) != scales).sum())]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+@pytest.mark.parametrize("quantize", list(SCALES_OF))
+def test_a_kernel_that_quantises_on_its_own_gives_torchs_bits(ranks: Ranks, quantize: str, rows: int) -> None:
+    assert ranks.run(differences_of_quantisers, quantize, rows, timeout=120) == [[0, 0]] * WORLD
 
 
 def errors_when_turned(world: World, problem: Any, config: Config) -> list[float]:

@@ -106,6 +106,23 @@ class Quantiser:
         return self.codes[:rows], self.static(scales_a) if self.quant == "tensor" else scales.t()
 
 
+def quantised_apart(a: Tensor, static: Tensor | None, quant: str, nowhere: Tensor, target: str) -> tuple[Tensor, Tensor]:
+    """A [rows, k] in e4m3 and its scales, by one kernel on this rank, in new tensors.
+
+    `static` is the scale of quant "tensor", which makes none. `nowhere` are two zeros, int64. One compilation serves all numbers of
+    rows but for what Triton knows of them.
+    """
+    rows, k = a.shape
+    groups = {"tensor": 0, "row": 1, "block": ceil_div(k, GROUP)}[quant]
+    codes = torch.empty((rows, k), dtype=CODES, device=a.device)
+    scales = torch.empty((max(1, groups), rows), dtype=torch.float32, device=a.device)
+    quantise_kernel[(min(rows, QUANTISING_PROGRAMS),)](
+        a, scales if static is None else static, math.inf, codes.view(torch.uint8), scales, nowhere, rows, groups, k,
+        QUANT=quant, PROGRAMS=QUANTISING_PROGRAMS, COLS=power_of_two(max(k, GROUP)), TARGET=target, num_warps=8,
+    )  # fmt: skip
+    return codes, scales.t() if static is None else static
+
+
 class Scaled(Kernel[AllGatherGemm]):
     """A kernel for e4m3. Tensors of a call: A, B, the scales of A unless a call makes them, the scales of B, C."""
 
