@@ -30,6 +30,7 @@ IN_PLACE = (
     ("h100x2/all-reduce-norm", "all-reduce-norm", "All-reduce + norm*, 2 x H100"),
     ("h100x2/fp8", "all-gather-gemm", "FP8 All-Gather + GEMM*, 2 x H100"),
     ("h100x2/fp8", "gemm-reduce-scatter", "FP8 GEMM + Reduce-Scatter*, 2 x H100"),
+    ("h100x2/gather-attention", "gather-attention", "Gather + attention*, 2 x H100"),
 )
 """Folders of `tables.py`, an operator of each, and their rows of the table."""
 LEFT, AXIS, ROW = 190, 420, 17
