@@ -42,9 +42,11 @@ from autotax.nn.tensor_checks import (
     small,
     usable,
 )
+from autotax.operators import registry
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.scaled import GROUP, SCALES_OF, laid_out, library_product, quantised, scales_of, scales_shape
+from autotax.spaces.scaled import FEW_ROWS
 
 CODES = torch.float8_e4m3fn
 RESULTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -118,6 +120,8 @@ class ScaledLinear(Module):
     input_scale: Tensor | None
     _kernels: dict[int, Any]
     _plain: Any
+    _most_of_few: int
+    """The most rows of the bulk-synchronous kernel for few rows; 0: there is none."""
     _norm: tuple[AllReduceNorm, ...] = ()
     """The module of `normed`, if any."""
     _sides: tuple[int, int]
@@ -201,7 +205,7 @@ class ScaledLinear(Module):
     # Preparing.
 
     def _blank(self) -> dict[str, Any]:
-        return super()._blank() | {"_kernels": {}, "_plain": None, "_sides": (0, 0)}
+        return super()._blank() | {"_kernels": {}, "_plain": None, "_sides": (0, 0), "_most_of_few": 0}
 
     def _place(self) -> torch.device:
         return self.weight.device
@@ -234,6 +238,19 @@ class ScaledLinear(Module):
     def _operators(self, requested: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Any]:
         """Also compiles kernels for calls that add."""
         return self._with_additions(super()._operators(requested, hardware, notes))
+
+    def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
+        """One bulk-synchronous kernel for few rows without a winner: there Triton's products are faster than the library's."""
+        few = [problem for problem, config in pairs if not config and problem.m <= FEW_ROWS]
+        if not few or not self._kernels_are_fast(hardware):
+            return []
+        self._most_of_few = self._rows_of(few[-1])
+        return [(few[-1], registry.of(few[-1]).fallback(few[-1], hardware))]
+
+    @staticmethod
+    def _kernels_are_fast(hardware: Hardware) -> bool:
+        """Whether kernels are not interpreted."""
+        return hardware.on_gpu
 
     def _store(self, operators: list[Any], notes: list[str]) -> None:  # noqa: ARG002
         self._kernels = {self._rows_of(kernel.problem): kernel for kernel in operators}
@@ -316,19 +333,20 @@ class ScaledLinear(Module):
         norm = norm_behind(self, residual, x, self.bias, norm_weight, self.backward_weight)
         if self.kind == "all_reduce" and not is_compiling():
             self._ensure_ready()
-            if self._world and self._kernel_for(math.prod(x.shape[:-1])) is self._plain:
-                return norm(self._addend(x, scales), norm_weight, residual, scale)
+            call = self._kernel_for(math.prod(x.shape[:-1]))
+            if self._world and (call is self._plain or call.config.variant == "bsp"):
+                return norm(self._addend(call, x, scales), norm_weight, residual, scale)
         return norm.of_sums(self._forward(x, scales, None, residual), norm_weight, scale)
 
-    def _addend(self, x: Tensor, scales: Tensor | None) -> Tensor:
-        """This rank's addend of the sum, by the library. The first rank adds the bias."""
+    def _addend(self, call: Any, x: Tensor, scales: Tensor | None) -> Tensor:
+        """This rank's addend of the sum of a bulk-synchronous call. The first rank adds the bias."""
         tensors = x, scales, self.weight, self.scales, self.input_scale, None, self.bias, None
         with on_device(self._index):
             x, of_x, weight, weight_scales, shape, bias, _ = self._checked(*tensors)
             out = torch.empty(shape, dtype=self.out_dtype, device=self._device)
             n, k = self._sides
             if x.numel():
-                self._plain.product(x.view(-1, k), weight, *of_x, weight_scales, out.view(-1, n))
+                call.product(x.view(-1, k), weight, *of_x, weight_scales, out.view(-1, n))
             if bias is not None and self._world and self._world.rank == 0:
                 out += bias
         return out
@@ -440,8 +458,10 @@ class ScaledLinear(Module):
         if size is None:
             most = self._rows_of(self.choices[-1].problem)
             raise UsageError(f"x has {rows} rows; it must have at most {most}: give fewer, or a greater max_m to the layer")
-        kernel = self._kernels.get(size)
-        return (kernel and kernel.fitted(self.problem(rows))) or self._plain
+        problem = self.problem(rows)
+        sizes = (size, self._most_of_few) if rows <= self._most_of_few else (size,)
+        fits = (kernel.fitted(problem) for kernel in map(self._kernels.get, sizes) if kernel)
+        return next((fit for fit in fits if fit), self._plain)
 
     # The backward, with the weight in bf16.
 
@@ -522,9 +542,9 @@ class PlainScaled:
         if self.nowhere is None:
             scales = scales_of(x, how) if static is None else static
             return quantised(x, scales, how), scales
-        from autotax.kernels.all_gather_gemm.scaled_shards import quantised_apart  # brings Triton
+        from autotax.kernels.quantising import quantised_by_kernel  # brings Triton
 
-        return quantised_apart(x, static, SCALES_OF[how], self.nowhere, self.target)
+        return quantised_by_kernel(x, static, SCALES_OF[how], self.nowhere, self.target)
 
     def __call__(self, x: Tensor, weight: Tensor, *rest: Tensor) -> None:
         """See `ScaledLinear._call`."""

@@ -19,9 +19,9 @@ from autotax.core.errors import UsageError
 from autotax.hardware import detect
 from autotax.heap import World
 from autotax.kernels import scaled_product
-from autotax.kernels.all_gather_gemm.scaled_shards import quantised_apart
 from autotax.kernels.libraries import DeepGemm
 from autotax.kernels.offline import compile_offline, known_hardware
+from autotax.kernels.quantising import quantised_by_kernel
 from autotax.operators import registry, scaled
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.operators.scaled import SCALES_OF, laid_out, quantised, scales_of
@@ -126,7 +126,7 @@ def differences_of_quantisers(_: World, quantize: str, rows: int) -> list[int]:
     x[0, :7], x[-1] = 0.0, 3.0e4
     static = torch.full((1,), 1 / 64) if quantize == "static" else None
     scales = scales_of(x, quantize) if static is None else static
-    codes, found = quantised_apart(x, static, SCALES_OF[quantize], torch.zeros(2, dtype=torch.int64), detect("cpu").target)
+    codes, found = quantised_by_kernel(x, static, SCALES_OF[quantize], torch.zeros(2, dtype=torch.int64), detect("cpu").target)
     wrong = codes.view(torch.uint8) != quantised(x, scales, quantize).view(torch.uint8)
     return [int(wrong.sum()), int((found.reshape(scales.shape) != scales).sum())]
 

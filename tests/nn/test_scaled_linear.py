@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.heap import World
 from autotax.nn import AllGatherLinear, AllReduceNorm, LinearAllReduce, LinearReduceScatter
+from autotax.nn.scaled_linear import ScaledLinear
 from autotax.operators.scaled import dequantised, laid_out, quantised, scales_of, scales_shape
 from autotax.runner.ranks import Ranks
 
@@ -135,6 +137,35 @@ def test_rows_come_back_normed(ranks: Ranks, kind: str, quant: str) -> None:
     """With quantised results errors count an eighth: a code of e4m3 has 3 bits."""
     found = ranks.run(errors_of_normed, kind, quant, timeout=120)
     assert max(map(max, found)) < TOLERANCE
+
+
+def without_winners(world: World, kind: str) -> list[Any]:
+    """Errors of a layer that nothing is tuned for, of calls and of `normed`, where kernels are taken to be fast; and what ran."""
+    weight, scales = weight_of("row", world.rank)
+    norm = AllReduceNorm(N, 80, dtype=torch.bfloat16, device="cpu")
+    with mock.patch.object(ScaledLinear, "_kernels_are_fast", return_value=True):
+        layer = LAYERS[kind](weight, None, 80, quantize="row", scales=scales, norm=norm, db="/nowhere/none.db")
+    norm_weight, ran, errors = torch.linspace(0.5, 1.5, N).bfloat16(), [], []
+    with torch.no_grad():
+        for rows in (M, 2, 66):
+            x, total = x_of(world.rank, rows), right(kind, "row", "row", world.rank, rows) + 1
+            residual = torch.ones(len(total), N).bfloat16()
+            wanted = torch.nn.functional.rms_norm(total, (N,), norm_weight.float(), 1e-6)
+            results = layer(x) + 1, *layer.normed(x, norm_weight, residual)
+            for found, expected in zip(results, (total, wanted, total), strict=True):
+                errors.append(float((found.float() - expected).norm() / expected.norm()))
+            ran.append(type(layer._kernel_for(rows)).__name__)
+    world.barrier()
+    layer.close()
+    norm.close()
+    return [ran, max(errors)]
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+def test_few_rows_without_a_winner_run_the_bulk_synchronous_kernel(ranks: Ranks, kind: str) -> None:
+    for ran, error in ranks.run(without_winners, kind, timeout=120):
+        assert ran == ["ScaledBsp", "ScaledBsp", "PlainScaled"]
+        assert error < TOLERANCE
 
 
 def several(world: World, layout: str) -> bool:

@@ -82,6 +82,7 @@ class Quantiser:
         self.groups = {"tensor": 0, "row": 1, "block": ceil_div(problem.k, GROUP)}[problem.scales]
         self.quant = SCALES_OF.get(problem.quantize, "none")
         self.columns = power_of_two(max(problem.k, GROUP))
+        self.programs = min(rows, QUANTISING_PROGRAMS)  # one compilation serves all numbers of rows
         self.most = math.inf
         if self.quant != "none":
             self.codes = context.empty((rows, problem.k), CODES)
@@ -97,30 +98,14 @@ class Quantiser:
         if self.quant == "none":
             assert scales_a is not None
             return a, scales_a
-        rows, programs = len(a), min(len(a), QUANTISING_PROGRAMS)
+        rows = len(a)
         scales = self.scales[: max(1, self.groups) * rows].view(-1, rows)
         self.context.launch(
-            quantise_kernel, (programs,), a, self.static(scales_a), self.most, self.codes.view(torch.uint8), scales, self.nowhere, rows,
-            self.groups, self.problem.k, QUANT=self.quant, PROGRAMS=programs, COLS=self.columns, num_warps=8,
+            quantise_kernel, (min(rows, self.programs),), a, self.static(scales_a), self.most, self.codes.view(torch.uint8), scales,
+            self.nowhere, rows, self.groups, self.problem.k,
+            QUANT=self.quant, PROGRAMS=self.programs, COLS=self.columns, num_warps=8,
         )  # fmt: skip
         return self.codes[:rows], self.static(scales_a) if self.quant == "tensor" else scales.t()
-
-
-def quantised_apart(a: Tensor, static: Tensor | None, quant: str, nowhere: Tensor, target: str) -> tuple[Tensor, Tensor]:
-    """A [rows, k] in e4m3 and its scales, by one kernel on this rank, in new tensors.
-
-    `static` is the scale of quant "tensor", which makes none. `nowhere` are two zeros, int64. One compilation serves all numbers of
-    rows but for what Triton knows of them.
-    """
-    rows, k = a.shape
-    groups = {"tensor": 0, "row": 1, "block": ceil_div(k, GROUP)}[quant]
-    codes = torch.empty((rows, k), dtype=CODES, device=a.device)
-    scales = torch.empty((max(1, groups), rows), dtype=torch.float32, device=a.device)
-    quantise_kernel[(min(rows, QUANTISING_PROGRAMS),)](
-        a, scales if static is None else static, math.inf, codes.view(torch.uint8), scales, nowhere, rows, groups, k,
-        QUANT=quant, PROGRAMS=QUANTISING_PROGRAMS, COLS=power_of_two(max(k, GROUP)), TARGET=target, num_warps=8,
-    )  # fmt: skip
-    return codes, scales.t() if static is None else static
 
 
 class Scaled(Kernel[AllGatherGemm]):

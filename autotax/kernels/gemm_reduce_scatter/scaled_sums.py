@@ -68,3 +68,9 @@ class Scaled(Kernel[GemmReduceScatter]):
         more = () if bias is None and residual is None else (bias, residual)
         codes = self.quantised(a, of_a[0] if of_a else None)
         return super().__call__(Factor(*codes), Factor(b, scales_b), out, *more)  # type: ignore[safe-super]
+
+    def product(self, a: Tensor, b: Tensor, *rest: Any) -> None:
+        """This rank's addend in place of the sum."""
+        *of_a, scales_b, out = rest
+        codes = self.quantised(a, of_a[0] if of_a else None)
+        self.context.matmul(Factor(*codes), Factor(b, scales_b), out)  # type: ignore[arg-type]

@@ -1,0 +1,29 @@
+"""The quantisation of activations by one kernel, for layers that run no variant."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from autotax.core.problem import ceil_div, power_of_two
+from autotax.kernels.all_gather_gemm.scaled_shards import CODES, QUANTISING_PROGRAMS, quantise_kernel
+from autotax.operators.scaled import GROUP
+
+
+def quantised_by_kernel(a: Tensor, static: Tensor | None, quant: str, nowhere: Tensor, target: str) -> tuple[Tensor, Tensor]:
+    """A [rows, k] in e4m3 and its scales, by one kernel on this rank, in new tensors.
+
+    `static` is the scale of quant "tensor", which makes none. `nowhere` are two zeros, int64. One compilation serves all numbers of
+    rows but for what Triton knows of them.
+    """
+    rows, k = a.shape
+    groups = {"tensor": 0, "row": 1, "block": ceil_div(k, GROUP)}[quant]
+    codes = torch.empty((rows, k), dtype=CODES, device=a.device)
+    scales = torch.empty((max(1, groups), rows), dtype=torch.float32, device=a.device)
+    quantise_kernel[(min(rows, QUANTISING_PROGRAMS),)](
+        a, scales if static is None else static, math.inf, codes.view(torch.uint8), scales, nowhere, rows, groups, k,
+        QUANT=quant, PROGRAMS=QUANTISING_PROGRAMS, COLS=power_of_two(max(k, GROUP)), TARGET=target, num_warps=8,
+    )  # fmt: skip
+    return codes, scales.t() if static is None else static
