@@ -242,13 +242,13 @@ class ScaledLinear(Module):
     def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
         """One bulk-synchronous kernel for few rows without a winner: there Triton's products are faster than the library's."""
         few = [problem for problem, config in pairs if not config and problem.m <= FEW_ROWS]
-        if not few or not self._kernels_are_fast(hardware):
+        if not few or not self.kernels_are_fast(hardware):
             return []
         self._most_of_few = self._rows_of(few[-1])
         return [(few[-1], registry.of(few[-1]).fallback(few[-1], hardware))]
 
     @staticmethod
-    def _kernels_are_fast(hardware: Hardware) -> bool:
+    def kernels_are_fast(hardware: Hardware) -> bool:
         """Whether kernels are not interpreted."""
         return hardware.on_gpu
 
@@ -333,7 +333,7 @@ class ScaledLinear(Module):
         norm = norm_behind(self, residual, x, self.bias, norm_weight, self.backward_weight)
         if self.kind == "all_reduce" and not is_compiling():
             self._ensure_ready()
-            call = self._kernel_for(math.prod(x.shape[:-1]))
+            call = self.kernel_for(math.prod(x.shape[:-1]))
             if self._world and (call is self._plain or call.config.variant == "bsp"):
                 return norm(self._addend(call, x, scales), norm_weight, residual, scale)
         return norm.of_sums(self._forward(x, scales, None, residual), norm_weight, scale)
@@ -443,7 +443,7 @@ class ScaledLinear(Module):
         self, x: Tensor, weight: Tensor, of_x: tuple[Tensor, ...], weight_scales: Tensor, out: Tensor,
         bias: Tensor | None, residual: Tensor | None,
     ) -> None:  # fmt: skip
-        call = self._kernel_for(len(x))
+        call = self.kernel_for(len(x))
         adds = {name: added for name, added in (("bias", bias), ("residual", residual)) if added is not None}
         if adds and getattr(call, "ADDS", False):
             call(x, weight, *of_x, weight_scales, out, **adds)
@@ -452,7 +452,7 @@ class ScaledLinear(Module):
         for added in adds.values():
             out.add_(added)
 
-    def _kernel_for(self, rows: int) -> Any:
+    def kernel_for(self, rows: int) -> Any:
         """The tuned kernel for a number of rows, or the bulk-synchronous call. Raises UsageError for too many rows."""
         size = next((size for size in map(self._rows_of, (choice.problem for choice in self.choices)) if rows <= size), None)
         if size is None:

@@ -143,7 +143,7 @@ class GatherAttention(Problem):
 
     @cached_property
     def _parts(self) -> list[list[Part]]:
-        """Those of each rank: calls ask for them."""
+        """The parts of all ranks, made once."""
         return [self._parts_of(rank) for rank in range(self.world_size)]
 
     def _parts_of(self, rank: int) -> list[Part]:
@@ -181,7 +181,7 @@ class GatherAttention(Problem):
     def _seen(self, source: int, queries: tuple[int, int], keys: tuple[int, int], distance: int) -> list[Part]:
         """The parts of some queries and earlier keys: the first query lies `distance` behind the first key.
 
-        Where the window ends among the keys there are two at most: a rectangle, and as many queries as keys with a bound.
+        There are two at most: a rectangle, and as many queries as keys with a bound, if the window ends among the keys.
         """
         if not self.window:
             return [Part(source, queries, keys, causal=False)]

@@ -93,7 +93,7 @@ def attention(
     torchs: Callable[..., Any], module: ModuleType, group: dist.ProcessGroup, seq_dim: int, op: Any, query: Tensor, key: Tensor,
     value: Tensor, is_causal: bool = False, **kwargs: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Torch's function: the output [batch, heads, tokens, head_dim], the log-sum-exps, and what `op` returns besides.
+    """Torch's function: the output [batch, heads, tokens, head_dim], the log-sum-exps, and the other results of `op`.
 
     `torchs` is torch's own function and `module` has it.
     """
@@ -108,16 +108,15 @@ def attention(
     if not plan.counted():
         return asked()
     output, lse = plan.run(query.device, query, key, value)
-    dims, others = _besides(op, query.shape, key.shape, query.dtype, query.device)
+    dims, others = _other_results(op, query.shape, key.shape, query.dtype, query.device)
     return output, lse[..., None] if dims == 4 else lse, *others
 
 
 @cache
-def _besides(
+def _other_results(
     op: Any, shape: torch.Size, of_keys: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> tuple[int, tuple[Any, ...]]:
-    """The dimensions of the log-sum-exps of `op`, and what it returns besides both results: without dropout random states are not
-    read.
+    """The dimensions of the log-sum-exps of `op`, and its results behind them. Without dropout nobody reads the random states.
     """
     q, k = (torch.empty(some, dtype=dtype, device="meta") for some in (shape, of_keys))
     more = {"attn_bias": None, "compute_log_sumexp": True} if "cudnn" in str(op) else {}
@@ -128,14 +127,15 @@ def _besides(
 def lack() -> str:
     """The reason why torch's function cannot be replaced, in one line; empty if it can."""
     try:
-        function = getattr(_module(), FUNCTION)
+        function = getattr(torchs_module(), FUNCTION)
     except (ImportError, AttributeError) as error:
         return f"torch {torch.__version__} has no {FUNCTION}: {error}"
     names = tuple(inspect.signature(function).parameters)
     return "" if names == ARGUMENTS else f"torch {torch.__version__} declares {FUNCTION}({', '.join(names)})"
 
 
-def _module() -> ModuleType:
+def torchs_module() -> ModuleType:
+    """The module of torch that has the function."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     return _attention
@@ -147,7 +147,7 @@ _torchs: Callable[..., Any] | None = None
 def install() -> None:
     """Puts `attention` in the place of torch's function."""
     global _torchs
-    module = _module()
+    module = torchs_module()
     _torchs = getattr(module, FUNCTION)
     ours = partial(attention, _torchs, module)
     ours.torchs = _torchs  # type: ignore[attr-defined]  # read by the alternative that is torch's own
@@ -158,5 +158,5 @@ def uninstall() -> None:
     """Restores torch's function. Safe to call twice."""
     global _torchs
     if _torchs is not None:
-        setattr(_module(), FUNCTION, _torchs)
+        setattr(torchs_module(), FUNCTION, _torchs)
         _torchs = None

@@ -39,7 +39,7 @@ class NotTaken(Exception):
 
 
 class Kernels(Protocol):
-    """What a plan takes its kernel from."""
+    """The kernels of a bucket, of which a plan takes one."""
 
     @classmethod
     def of(cls, problem: Any, group: dist.ProcessGroup, **settings: Any) -> Self:

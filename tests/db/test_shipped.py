@@ -92,7 +92,7 @@ def test_a_look_up_reads_the_same_as_an_import(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_those_of_the_package_hold_for_the_sources_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that others wrote hold for the torch that they were proven with, which their digest covers."""
+    """An alternative holds for the torch that it was proven with: its digest covers the version."""
     entries = [entry.winner for file in FOLDER.glob("*.json") for entry in formats.read(file)]
     assert len(entries) >= 136
     stale = set()

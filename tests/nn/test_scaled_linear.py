@@ -143,7 +143,7 @@ def without_winners(world: World, kind: str) -> list[Any]:
     """Errors of a layer that nothing is tuned for, of calls and of `normed`, where kernels are taken to be fast; and what ran."""
     weight, scales = weight_of("row", world.rank)
     norm = AllReduceNorm(N, 80, dtype=torch.bfloat16, device="cpu")
-    with mock.patch.object(ScaledLinear, "_kernels_are_fast", return_value=True):
+    with mock.patch.object(ScaledLinear, "kernels_are_fast", return_value=True):
         layer = LAYERS[kind](weight, None, 80, quantize="row", scales=scales, norm=norm, db="/nowhere/none.db")
     norm_weight, ran, errors = torch.linspace(0.5, 1.5, N).bfloat16(), [], []
     with torch.no_grad():
@@ -154,7 +154,7 @@ def without_winners(world: World, kind: str) -> list[Any]:
             results = layer(x) + 1, *layer.normed(x, norm_weight, residual)
             for found, expected in zip(results, (total, wanted, total), strict=True):
                 errors.append(float((found.float() - expected).norm() / expected.norm()))
-            ran.append(type(layer._kernel_for(rows)).__name__)
+            ran.append(type(layer.kernel_for(rows)).__name__)
     world.barrier()
     layer.close()
     norm.close()

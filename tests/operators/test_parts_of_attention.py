@@ -54,7 +54,7 @@ def test_each_pair_that_sees_each_other_is_in_one_part_and_no_other_pair_is(prob
                     assert len(queries) == len(keys)
                     assert 0 <= part.left < len(queries) - 1
                     sees &= before <= part.left
-                assert bool(sees.any(0).all() and sees.any(1).all())  # no query and no key is in vain
+                assert bool(sees.any(0).all() and sees.any(1).all())  # every query sees a key, and every key is seen
                 counts[queries[:, None], places(problem, part.source)[keys]] += sees.int()
         assert torch.equal(counts, seen(problem, rank).int())
 

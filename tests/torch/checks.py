@@ -19,6 +19,7 @@ from autotax.db.lookup import MISSES_VARIABLE, save_at_exit
 from autotax.heap.world import World
 from autotax.operators.verification import relative_error
 from autotax.torch import plans, symm_mem
+from autotax.torch.context_parallel import FUNCTION
 from autotax.torch.plans import Status
 
 OPS = torch.ops.symm_mem
@@ -231,9 +232,10 @@ def attention_like_torch(world: World, db: str, balanced: bool, causal: bool, ca
     """
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
-    own, op = theirs._templated_ring_attention, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    own, op = getattr(theirs, FUNCTION), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     autotax.torch.install(db)
-    before, theirs._cp_options.enable_load_balance = theirs._cp_options.enable_load_balance, balanced
+    options = theirs._cp_options
+    before, options.enable_load_balance = options.enable_load_balance, balanced
     try:
         for number, (batch, heads, kv_heads, tokens, dim) in enumerate(calls):
             captured = mock.patch.object(plans, "capturing", return_value=number == 0)
@@ -245,12 +247,12 @@ def attention_like_torch(world: World, db: str, balanced: bool, causal: bool, ca
             expected, sums = own(dist.group.WORLD, 2, op, q, *repeated_pair, is_causal=causal)
             keys = (q, *repeated_pair) if number == 0 else (q, k, v)
             with captured, warnings.catch_warnings(action="ignore"):
-                output, lse = theirs._templated_ring_attention(dist.group.WORLD, 2, op, *keys, is_causal=causal)
+                output, lse = getattr(theirs, FUNCTION)(dist.group.WORLD, 2, op, *keys, is_causal=causal)
             assert output.shape == expected.shape
             assert torch.allclose(output, expected, atol=2e-2)
             assert torch.allclose(lse, sums, atol=1e-2)
     finally:
-        theirs._cp_options.enable_load_balance = before
+        options.enable_load_balance = before
     status = ended()
-    assert theirs._templated_ring_attention is own
+    assert getattr(theirs, FUNCTION) is own
     return status

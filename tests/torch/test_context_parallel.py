@@ -42,7 +42,7 @@ def test_a_winner_without_log_sum_exps_is_left(ranks: Ranks, tmp_path: Path) -> 
 
 
 def test_another_signature_keeps_torchs_own_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = context_parallel._module()
+    module = context_parallel.torchs_module()
     monkeypatch.setattr(module, context_parallel.FUNCTION, lambda query, key: (query, key))
     with pytest.warns(RuntimeWarning, match=f"{ATTENTION} stays torch's own: torch .* declares .*query, key") as caught:
         autotax.torch.install(ops=[ATTENTION])
