@@ -221,13 +221,13 @@ def test_attention_that_sends_spills_nothing_on_amd(compilers: ProcessPoolExecut
 
 @pytest.mark.parametrize("mask", ["causal", "none"])
 def test_keys_of_192_elements_fit_beside_values_of_128_and_hardly_spill(compilers: ProcessPoolExecutor, mask: str) -> None:
-    """The few words that spill are numbers of a tile: the accumulators stay in registers."""
+    """The few words that spill are numbers of a tile: the accumulators stay in registers. 80 to 152 bytes by Triton 3.6 to 3.9."""
     problem, hardware = GatherAttention(1, 16, 16, 192, 8192, "bf16", 2, mask, v_dim=128), known_hardware("cuda:90")
     config = space_for(problem, hardware).default("copy_engine")
     *_, kernel = compilers.submit(resources_offline, problem, config, hardware).result()
     assert kernel.kernel == "attend_kernel"
     assert kernel.shared <= hardware.shared_memory
-    assert (kernel.local or 0) <= 128
+    assert (kernel.local or 0) <= 160
 
 
 @pytest.mark.parametrize("target", ["cuda:90", *volume("hip:gfx942")])
@@ -236,7 +236,7 @@ def test_attention_with_windows_or_smaller_heads_of_v_spills_little(compilers: P
     for problem in (replace(usual, window=1024), replace(usual, head_dim=192, v_dim=128)):
         config = space_for(problem, hardware).default("push")
         (kernel,) = compilers.submit(resources_offline, problem, config, hardware).result()
-        assert (kernel.local or 0) <= 64
+        assert (kernel.local or 0) <= 96
         assert kernel.shared <= hardware.shared_memory
 
 
