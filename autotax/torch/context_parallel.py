@@ -29,7 +29,7 @@ FUNCTION = "_templated_ring_attention"
 OPS = ("aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_cudnn_attention")
 OPS_OF_CPUS = ("aten._scaled_dot_product_flash_attention_for_cpu",)
 ARGUMENTS = ("group", "seq_dim", "op", "query", "key", "value", "is_causal", "kwargs")
-"""Names of the arguments of torch's function in torch 2.11 to 2.13."""
+"""Names of the arguments of torch's function in torch 2.11 to 2.15."""
 
 
 class AttentionKernels(GatherAttention):

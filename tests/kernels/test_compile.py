@@ -221,7 +221,7 @@ def test_attention_that_sends_spills_nothing_on_amd(compilers: ProcessPoolExecut
 
 @pytest.mark.parametrize("mask", ["causal", "none"])
 def test_keys_of_192_elements_fit_beside_values_of_128_and_hardly_spill(compilers: ProcessPoolExecutor, mask: str) -> None:
-    """The few words that spill are numbers of a tile: the accumulators stay in registers. 80 to 152 bytes by Triton 3.6 to 3.9."""
+    """The few words that spill are numbers of a tile, not accumulators: 80 to 152 bytes by Triton 3.6 to 3.9."""
     problem, hardware = GatherAttention(1, 16, 16, 192, 8192, "bf16", 2, mask, v_dim=128), known_hardware("cuda:90")
     config = space_for(problem, hardware).default("copy_engine")
     *_, kernel = compilers.submit(resources_offline, problem, config, hardware).result()
