@@ -90,9 +90,10 @@ class Timeline:
         return any(part.kind == "program" for slices in self.ranks for part in slices)
 
     def share(self, rank: int, kind: str) -> float:
-        """The part of the time of a rank's programs that slices of this kind take; 0 without programs."""
+        """The part of the time of a rank's programs that their slices of this kind take; 0 without programs."""
         program = self.us(rank, "program")
-        return self.us(rank, kind) / program if program else 0.0
+        tracks = {part.track for part in self.ranks[rank] if part.kind == "program"}
+        return _us([part for part in self.ranks[rank] if part.track in tracks], kind) / program if program else 0.0
 
     def us(self, rank: int, kind: str) -> float:
         """Microseconds of a rank's call in slices of this kind, nested ones counted once."""

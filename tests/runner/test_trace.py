@@ -153,3 +153,12 @@ def test_kinds_follow_from_names() -> None:
     assert {kind_of(name) for name in ("wait_rows", "_poll", "await_slot", "receive_words")} == {"wait"}
     assert {kind_of(name) for name in ("push_shard", "signal_all", "send", "fetch_block")} == {"send"}
     assert {kind_of(name) for name in ("dot", "gather_gemm", "awaited_product", "merge")} == {"compute"}
+
+
+def test_a_collective_beside_the_programs_is_no_part_of_their_time() -> None:
+    slices = (
+        Slice("all_gather", "send", "host", 0.0, 90.0), Slice("merge", "program", "program 0", 91.0, 8.0),
+        Slice("store", "send", "program 0", 92.0, 2.0),
+    )  # fmt: skip
+    traced = Timeline(PROBLEM, None, detect("cpu"), (slices,))  # type: ignore[arg-type]
+    assert (traced.us(0, "send"), traced.share(0, "send")) == (92.0, 0.25)
