@@ -4,8 +4,9 @@
 
 Winners of an operator whose kernel sources were those of the old checkout get the digest of this one's sources and the new
 parameters, if with them all that a call enqueues is the same in both: every launch (kernel, cubin, grid, scalars, shapes of
-tensors), copy, product and change of stream, in the same order. What differs is named and left as it is, stale. Compiles
-with the Triton of this Python, which should be the winners', and needs no GPU.
+tensors), copy, product and change of stream, in the same order. What differs is named and left as it is, stale.
+
+Compiles with the Triton of this Python, which should be that of the winners. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Winner = dict[str, Any]
 
 
 def launches(winner: Winner) -> list[str]:
-    """What the config of a winner launches, in the checkout that PYTHONPATH names."""
+    """The launches of a winner's config, in the checkout that PYTHONPATH names."""
     import torch
 
     from autotax.core.config import Config

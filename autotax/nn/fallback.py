@@ -1,8 +1,12 @@
-"""The bulk-synchronous operators in plain torch, without Triton: they work on any machine, in any group, for any size."""
+"""The bulk-synchronous operators in plain torch: they work on any machine, in any group, for any size.
+
+On GPUs that for weights in e4m3 quantises by a kernel of Triton.
+"""
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -10,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from autotax.heap.world import World
+from autotax.hardware import detect
+from autotax.heap.world import World, together
+from autotax.operators import scaled
 from autotax.operators.all_reduce_norm import AllReduceNorm, quantised, scales_of
 from autotax.operators.flash_decode import FlashDecode
 
@@ -75,6 +81,71 @@ class PlainRowLinear:
         for added in (bias, residual):
             if added is not None:
                 out.add_(added)
+
+
+class PlainScaled:
+    """A parallel layer with a weight in e4m3, for any size. On GPUs one kernel quantises.
+
+    - `kind`: all_gather, reduce_scatter or all_reduce. `layout`: of the scales. `quantize`: see ScaledLinear.
+    - `x`: like a call's, of any number of rows. `static`: the scale of quantize `static`.
+
+    Torch's operators allocate memory at each call.
+    """
+
+    def __init__(
+        self, world: World | None, kind: str, layout: str, quantize: str | None, x: Tensor, static: Tensor | None
+    ) -> None:  # fmt: skip
+        self.world, self.kind, self.layout, self.quantize = world, kind, layout, quantize
+        self.nowhere: Tensor | None = None
+        if x.is_cuda and quantize is not None:
+            self.nowhere, self.target = torch.zeros(2, dtype=torch.int64, device=x.device), detect().target
+            with together(world, "compile the kernel that quantises") if world else nullcontext():
+                for rows in (1, 2, 16):  # Triton compiles other kernels for 1 and for multiples of 16
+                    self.quantised(x.new_zeros(rows, x.shape[1]), static)
+
+    def quantised(self, x: Tensor, static: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [rows, k] in e4m3, and its scales. `static` is the scale of quantize `static`."""
+        how = self.quantize or ""
+        if self.nowhere is None:
+            scales = scaled.scales_of(x, how) if static is None else static
+            return scaled.quantised(x, scales, how), scales
+        from autotax.kernels.quantising import quantised_by_kernel  # brings Triton
+
+        return quantised_by_kernel(x, static, scaled.SCALES_OF[how], self.nowhere, self.target)
+
+    def __call__(self, x: Tensor, weight: Tensor, *rest: Tensor) -> None:
+        """The tensors of a call: x, the weight, the scales of x unless the call makes them, those of the weight, the result."""
+        *_, out = rest
+        if self.kind == "reduce_scatter" and self.world is not None:
+            partial = out.new_empty(len(x), out.shape[1])
+            self.product(x, weight, *rest[:-1], partial)
+            reduce_scatter(out, partial, self.world.data)
+            return
+        self.product(x, weight, *rest)
+        if self.kind == "all_reduce" and self.world is not None:
+            dist.all_reduce(out, group=self.world.data)
+
+    def product(self, x: Tensor, weight: Tensor, *rest: Tensor) -> None:
+        """The product, of a row-parallel layer this rank's addend."""
+        *of_x, weight_scales, out = rest
+        if self.quantize is not None:
+            x, scales = self.quantised(x, of_x[0] if of_x else None)
+        else:
+            (scales,) = of_x
+        if self.kind == "all_gather":
+            x, scales = self._gathered(x, scales)
+        scaled.library_product(x, scales, weight, weight_scales, self.layout, out)
+
+    def _gathered(self, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        if self.world is None:
+            return x, scales
+        whole = x.new_empty(self.world.size * len(x), x.shape[1])
+        all_gather(whole, x, self.world.data)
+        if self.layout == "tensor":
+            return whole, scales
+        received = scales.new_empty(self.world.size, scales.shape[1], len(x))
+        all_gather(received, scales.t(), self.world.data)
+        return whole, received.transpose(0, 1).reshape(scales.shape[1], -1).t()
 
 
 class PlainNorm:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +20,10 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, ceil_div
-from autotax.hardware import Hardware, detect
-from autotax.heap.world import together
+from autotax.hardware import Hardware
 from autotax.nn import custom_ops
-from autotax.nn.base import NO_OUT, Module, greatest_rows, increment_version, module_of, sizes_up_to
-from autotax.nn.fallback import all_gather, reduce_scatter
+from autotax.nn.base import NO_OUT, Module, greatest_rows, increment_version, module_of, remember, sizes_up_to
+from autotax.nn.fallback import PlainScaled
 from autotax.nn.groups import on_device
 from autotax.nn.norm import AllReduceNorm, held, norm_behind
 from autotax.nn.tensor_checks import (
@@ -45,7 +43,7 @@ from autotax.nn.tensor_checks import (
 from autotax.operators import registry
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
-from autotax.operators.scaled import GROUP, SCALES_OF, laid_out, library_product, quantised, scales_of, scales_shape
+from autotax.operators.scaled import GROUP, SCALES_OF, laid_out, scales_shape
 from autotax.spaces.scaled import FEW_ROWS
 
 CODES = torch.float8_e4m3fn
@@ -119,6 +117,8 @@ class ScaledLinear(Module):
     backward_weight: Tensor | None
     input_scale: Tensor | None
     _kernels: dict[int, Any]
+    _calls: dict[int, Any]
+    """Kernels and bulk-synchronous calls by the number of rows."""
     _plain: Any
     _most_of_few: int
     """The most rows of the bulk-synchronous kernel for few rows; 0: there is none."""
@@ -205,7 +205,7 @@ class ScaledLinear(Module):
     # Preparing.
 
     def _blank(self) -> dict[str, Any]:
-        return super()._blank() | {"_kernels": {}, "_plain": None, "_sides": (0, 0), "_most_of_few": 0}
+        return super()._blank() | {"_kernels": {}, "_calls": {}, "_plain": None, "_sides": (0, 0), "_most_of_few": 0}
 
     def _place(self) -> torch.device:
         return self.weight.device
@@ -230,7 +230,8 @@ class ScaledLinear(Module):
             return [self.problem(m // per_rank) for m in sizes_up_to(most, unit, [most] if config else sizes)]
 
         prepared_for, deployed = self._agreed(problems, conditions)
-        self._plain = PlainScaled(self)
+        like = self.weight.new_empty(0, self.weight.shape[1], dtype=self.out_dtype)
+        self._plain = PlainScaled(self._world, self.kind, self.layout, self.quantize, like, self.input_scale)
         n, k = self.weight.shape
         vars(self)["_sides"] = n, k
         self._look_up(prepared_for, deployed, config)
@@ -242,9 +243,9 @@ class ScaledLinear(Module):
     def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
         """One bulk-synchronous kernel for few rows without a winner: there Triton's products are faster than the library's."""
         few = [problem for problem, config in pairs if not config and problem.m <= FEW_ROWS]
-        if not few or not self.kernels_are_fast(hardware):
+        self._most_of_few = self._rows_of(few[-1]) if few and self.kernels_are_fast(hardware) else 0
+        if not self._most_of_few:
             return []
-        self._most_of_few = self._rows_of(few[-1])
         return [(few[-1], registry.of(few[-1]).fallback(few[-1], hardware))]
 
     @staticmethod
@@ -253,7 +254,7 @@ class ScaledLinear(Module):
         return hardware.on_gpu
 
     def _store(self, operators: list[Any], notes: list[str]) -> None:  # noqa: ARG002
-        self._kernels = {self._rows_of(kernel.problem): kernel for kernel in operators}
+        self._kernels, self._calls = {self._rows_of(kernel.problem): kernel for kernel in operators}, {}
 
     def _rows_of(self, problem: Any) -> int:
         """Rows of x on each rank."""
@@ -454,6 +455,10 @@ class ScaledLinear(Module):
 
     def kernel_for(self, rows: int) -> Any:
         """The tuned kernel for a number of rows, or the bulk-synchronous call. Raises UsageError for too many rows."""
+        return self._calls.get(rows) or remember(self._calls, rows, self._choose(rows))
+
+    def _choose(self, rows: int) -> Any:
+        """See `kernel_for`. Host work, done once for a number of rows."""
         size = next((size for size in map(self._rows_of, (choice.problem for choice in self.choices)) if rows <= size), None)
         if size is None:
             most = self._rows_of(self.choices[-1].problem)
@@ -517,68 +522,6 @@ class _Recorded(torch.autograd.Function):
         )
         dx, d_weight, _, d_bias, *d_residual = custom_ops.BACKWARD[ctx.layer.kind](like, dy.to(weight.dtype))
         return dx, d_weight, d_bias, next(iter(d_residual), None), None
-
-
-class PlainScaled:
-    """The bulk-synchronous call of a layer, for any size: on GPUs one kernel quantises, then the library multiplies.
-
-    Torch's operators allocate memory at each call.
-    """
-
-    def __init__(self, layer: ScaledLinear) -> None:
-        self.world, self.kind, self.layout, self.quantize = layer._world, layer.kind, layer.layout, layer.quantize
-        self.nowhere: Tensor | None = None
-        if layer._device.type == "cuda" and self.quantize is not None:
-            self.nowhere, self.target = torch.zeros(2, dtype=torch.int64, device=layer._device), detect().target
-            what = "compile the kernel that quantises"
-            with together(self.world, what) if self.world else nullcontext():
-                x = torch.zeros(16, layer.weight.shape[1], dtype=layer.out_dtype, device=layer._device)
-                for rows in (1, 2, 16):  # Triton compiles other kernels for 1 and for multiples of 16
-                    self.quantised(x[:rows], layer.input_scale)
-
-    def quantised(self, x: Tensor, static: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x [rows, k] in e4m3, and its scales. `static` is the scale of quantize `static`."""
-        how = self.quantize or ""
-        if self.nowhere is None:
-            scales = scales_of(x, how) if static is None else static
-            return quantised(x, scales, how), scales
-        from autotax.kernels.quantising import quantised_by_kernel  # brings Triton
-
-        return quantised_by_kernel(x, static, SCALES_OF[how], self.nowhere, self.target)
-
-    def __call__(self, x: Tensor, weight: Tensor, *rest: Tensor) -> None:
-        """See `ScaledLinear._call`."""
-        *_, out = rest
-        if self.kind == "reduce_scatter" and self.world is not None:
-            partial = out.new_empty(len(x), out.shape[1])
-            self.product(x, weight, *rest[:-1], partial)
-            reduce_scatter(out, partial, self.world.data)
-            return
-        self.product(x, weight, *rest)
-        if self.kind == "all_reduce" and self.world is not None:
-            dist.all_reduce(out, group=self.world.data)
-
-    def product(self, x: Tensor, weight: Tensor, *rest: Tensor) -> None:
-        """The product, of a row-parallel layer this rank's addend."""
-        *of_x, weight_scales, out = rest
-        if self.quantize is not None:
-            x, scales = self.quantised(x, of_x[0] if of_x else None)
-        else:
-            (scales,) = of_x
-        if self.kind == "all_gather":
-            x, scales = self._gathered(x, scales)
-        library_product(x, scales, weight, weight_scales, self.layout, out)
-
-    def _gathered(self, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        if self.world is None:
-            return x, scales
-        whole = x.new_empty(self.world.size * len(x), x.shape[1])
-        all_gather(whole, x, self.world.data)
-        if self.layout == "tensor":
-            return whole, scales
-        received = scales.new_empty(self.world.size, scales.shape[1], len(x))
-        all_gather(received, scales.t(), self.world.data)
-        return whole, received.transpose(0, 1).reshape(scales.shape[1], -1).t()
 
 
 def made_for(wide_class: Any, kind: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> ScaledLinear | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -97,7 +97,6 @@ def attention(
 
     `torchs` is torch's own function and `module` has it.
     """
-    asked = partial(torchs, group, seq_dim, op, query, key, value, is_causal, **kwargs)
     balanced = module._cp_options.enable_load_balance
     shapes, how = (query.shape, key.shape, value.shape), tuple(map(str, kwargs.items()))
     kind = (ATTENTION, str(op), *shapes, query.dtype, is_causal, balanced, how)
@@ -106,7 +105,7 @@ def attention(
         lambda ranks: AttentionCall.of(op, query, key, value, is_causal, balanced, kwargs, ranks),
     )  # fmt: skip
     if not plan.counted():
-        return asked()
+        return cast(tuple[Any, ...], torchs(group, seq_dim, op, query, key, value, is_causal, **kwargs))
     output, lse = plan.run(query.device, query, key, value)
     dims, others = _other_results(op, query.shape, key.shape, query.dtype, query.device)
     return output, lse[..., None] if dims == 4 else lse, *others
@@ -116,8 +115,7 @@ def attention(
 def _other_results(
     op: Any, shape: torch.Size, of_keys: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> tuple[int, tuple[Any, ...]]:
-    """The dimensions of the log-sum-exps of `op`, and its results behind them. Without dropout nobody reads the random states.
-    """
+    """The dimensions of the log-sum-exps of `op`, and its results behind them. Without dropout nobody reads random states."""
     q, k = (torch.empty(some, dtype=dtype, device="meta") for some in (shape, of_keys))
     more = {"attn_bias": None, "compute_log_sumexp": True} if "cudnn" in str(op) else {}
     _, lse, *others = op(q, k, k, is_causal=False, **more)
