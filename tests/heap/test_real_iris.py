@@ -16,9 +16,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -28,6 +26,7 @@ from autotax.runner.ranks import Ranks
 from tests.conformance.heap import CHECKS, SIZE, run_check
 from tests.heap import fake_gpus
 from tests.heap.fake_gpus import downloaded
+from tests.kernels.compilers import compilers
 from tests.kernels.releases import faults, instructions, publications
 from tests.volume import volume
 
@@ -79,7 +78,7 @@ def test_a_closed_heap_is_gone_without_a_collection(ranks: Ranks, fake: Fake) ->
 
 @pytest.mark.parametrize("target", volume("hip:gfx942", "hip:gfx950"))
 def test_our_signals_hold_beside_the_device_functions_of_iris(tmp_path: Path, target: str) -> None:
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # the compiler may end its process
+    with compilers(1) as pool:  # the compiler may end its process
         listing = pool.submit(_compile_beside_iris, Fake("rocm", fake_gpus.build(tmp_path, "rocm")), target).result()
     first = next(line for line in instructions(listing) if line.startswith("global_atomic"))
     assert any(publications(instructions(listing)))

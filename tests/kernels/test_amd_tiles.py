@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.spaces import space_for
 from autotax.spaces.all_gather_gemm import MOST_SPILLS, spilled_on_amd
+from tests.kernels.compilers import Compilers
 from tests.kernels.compilers import compilers as pool_of_compilers
 from tests.volume import volume
 
@@ -36,7 +36,7 @@ Kernels = dict[str, tuple[int, int]]
 
 
 @pytest.fixture(scope="module")
-def compilers() -> Iterator[ProcessPoolExecutor]:
+def compilers() -> Iterator[Compilers]:
     with pool_of_compilers() as pool:
         yield pool
 
@@ -55,7 +55,7 @@ def _compiled(problem: Problem, config: Config) -> Kernels:
     return found
 
 
-def _do_not_spill(compilers: ProcessPoolExecutor, problem: Problem, first: int = FIRST) -> None:
+def _do_not_spill(compilers: Compilers, problem: Problem, first: int = FIRST) -> None:
     space = space_for(problem, MI300X)
     variants = [variant for name, variant in space.variants.items() if name != "bsp"]
     configs = [[seed for seed in variant.seeds if seed in space][:first] for variant in variants]
@@ -68,13 +68,13 @@ def _do_not_spill(compilers: ProcessPoolExecutor, problem: Problem, first: int =
 
 @pytest.mark.volume
 @pytest.mark.parametrize("first", [1, FIRST])
-def test_first_configs_of_a_large_gemm_do_not_spill(compilers: ProcessPoolExecutor, first: int) -> None:
+def test_first_configs_of_a_large_gemm_do_not_spill(compilers: Compilers, first: int) -> None:
     _do_not_spill(compilers, LARGE, first)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("problem", OTHERS, ids=str)
-def test_first_configs_of_other_large_gemms_do_not_spill(compilers: ProcessPoolExecutor, problem: Problem) -> None:
+def test_first_configs_of_other_large_gemms_do_not_spill(compilers: Compilers, problem: Problem) -> None:
     _do_not_spill(compilers, problem)
 
 
@@ -82,7 +82,7 @@ def test_first_configs_of_other_large_gemms_do_not_spill(compilers: ProcessPoolE
     ("m", "n", "k", "spills"),
     volume((256, 256, 64, True), (256, 256, 32, False), (256, 128, 64, False)),
 )
-def test_the_estimate_agrees_with_the_compiler(compilers: ProcessPoolExecutor, m: int, n: int, k: int, spills: bool) -> None:
+def test_the_estimate_agrees_with_the_compiler(compilers: Compilers, m: int, n: int, k: int, spills: bool) -> None:
     """All are admitted; a pipeline of 256 x 256 x 64 takes the shared memory to the last byte, so a wait may take none."""
     space = space_for(LARGE, MI300X)
     tile: dict[str, Value] = {"block_m": m, "block_n": n, "block_k": k, "num_warps": 8, "num_stages": 2}

@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,7 @@ from autotax.operators.verification import make_inputs
 from autotax.software import triton_version
 from autotax.spaces import space_for
 from autotax.spaces.all_gather_gemm import push_specialized_shared_bytes, push_words_shared_bytes
+from tests.kernels.compilers import Compilers
 from tests.kernels.compilers import compilers as pool_of_compilers
 from tests.spaces.drawing import drawn, ways_to_exchange
 from tests.volume import volume
@@ -183,13 +184,13 @@ JOBS += [
 
 
 @pytest.fixture(scope="module")
-def compilers() -> Iterator[ProcessPoolExecutor]:
+def compilers() -> Iterator[Compilers]:
     with pool_of_compilers() as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
-def compiling(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> dict[Job, Future[list[Compiled]]]:
+def compiling(compilers: Compilers, request: pytest.FixtureRequest) -> dict[Job, Future[list[Compiled]]]:
     """Starts the jobs of all selected tests at once."""
     selected = (getattr(item, "callspec", None) for item in request.session.items)
     jobs = (call.params["job"] for call in selected if call and "job" in call.params)
@@ -211,7 +212,7 @@ def test_compiles_within_shared_memory(compiling: dict[Job, Future[list[Compiled
         assert kernel.shared <= known_hardware(job[0]).shared_memory, kernel
 
 
-def test_attention_that_sends_spills_nothing_on_amd(compilers: ProcessPoolExecutor) -> None:
+def test_attention_that_sends_spills_nothing_on_amd(compilers: Compilers) -> None:
     problem, hardware = ATTENTIONS["hip:gfx942"], known_hardware("hip:gfx942")
     config = space_for(problem, hardware).default("push")
     (kernel,) = compilers.submit(resources_offline, problem, config, hardware).result()
@@ -220,7 +221,7 @@ def test_attention_that_sends_spills_nothing_on_amd(compilers: ProcessPoolExecut
 
 
 @pytest.mark.parametrize("mask", ["causal", "none"])
-def test_keys_of_192_elements_fit_beside_values_of_128_and_hardly_spill(compilers: ProcessPoolExecutor, mask: str) -> None:
+def test_keys_of_192_elements_fit_beside_values_of_128_and_hardly_spill(compilers: Compilers, mask: str) -> None:
     """The few words that spill are numbers of a tile, not accumulators: 80 to 152 bytes by Triton 3.6 to 3.9."""
     problem, hardware = GatherAttention(1, 16, 16, 192, 8192, "bf16", 2, mask, v_dim=128), known_hardware("cuda:90")
     config = space_for(problem, hardware).default("copy_engine")
@@ -231,7 +232,7 @@ def test_keys_of_192_elements_fit_beside_values_of_128_and_hardly_spill(compiler
 
 
 @pytest.mark.parametrize("target", ["cuda:90", *volume("hip:gfx942")])
-def test_attention_with_windows_or_smaller_heads_of_v_spills_little(compilers: ProcessPoolExecutor, target: str) -> None:
+def test_attention_with_windows_or_smaller_heads_of_v_spills_little(compilers: Compilers, target: str) -> None:
     usual, hardware = ATTENTIONS[target], known_hardware(target)
     for problem in (replace(usual, window=1024), replace(usual, head_dim=192, v_dim=128)):
         config = space_for(problem, hardware).default("push")
@@ -241,7 +242,7 @@ def test_attention_with_windows_or_smaller_heads_of_v_spills_little(compilers: P
 
 
 @pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942", *volume("cuda:100", "hip:gfx950")])
-def test_a_binary_tells_what_it_takes_of_the_target(compilers: ProcessPoolExecutor, target: str) -> None:
+def test_a_binary_tells_what_it_takes_of_the_target(compilers: Compilers, target: str) -> None:
     problem = GEMMS[target]
     config = space_for(problem, known_hardware(target)).default("push")
     (kernel,) = compilers.submit(resources_offline, problem, config, known_hardware(target)).result()
@@ -251,7 +252,7 @@ def test_a_binary_tells_what_it_takes_of_the_target(compilers: ProcessPoolExecut
 
 
 @pytest.mark.parametrize("variant", ["push", "push_specialized", *volume("pull_reduce", "words", "decomposed")])
-def test_the_first_seeds_of_sums_spill_nothing_on_hopper(compilers: ProcessPoolExecutor, variant: str) -> None:
+def test_the_first_seeds_of_sums_spill_nothing_on_hopper(compilers: Compilers, variant: str) -> None:
     problem = FEW_ROWS["cuda:90"] if variant == "words" else REDUCTIONS["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default(variant)
     kernels = compilers.submit(resources_offline, problem, config, known_hardware("cuda:90")).result()
@@ -260,7 +261,7 @@ def test_the_first_seeds_of_sums_spill_nothing_on_hopper(compilers: ProcessPoolE
 
 
 @pytest.mark.parametrize("variant", ["words", "compact"])
-def test_the_first_seeds_of_merges_spill_nothing_on_hopper(compilers: ProcessPoolExecutor, variant: str) -> None:
+def test_the_first_seeds_of_merges_spill_nothing_on_hopper(compilers: Compilers, variant: str) -> None:
     for problem in (MERGES["cuda:90"], DecodeMerge(16, 64, 128, "bf16", 4)):
         config = space_for(problem, known_hardware("cuda:90")).default(variant)
         (kernel,) = compilers.submit(resources_offline, problem, config, known_hardware("cuda:90")).result()
@@ -269,7 +270,7 @@ def test_the_first_seeds_of_merges_spill_nothing_on_hopper(compilers: ProcessPoo
 
 @pytest.mark.timeout(900)  # it waits for what other tests have compiled
 @pytest.mark.parametrize("attend", ["by_warp", pytest.param("by_block", marks=pytest.mark.volume)])
-def test_a_cache_of_8_bits_is_copied_ahead_and_converted_once(compilers: ProcessPoolExecutor, attend: str) -> None:
+def test_a_cache_of_8_bits_is_copied_ahead_and_converted_once(compilers: Compilers, attend: str) -> None:
     """As many copies are in flight as for 16 bits, one instruction converts two numbers, and no register spills."""
     usual = DECODES["cuda:90"]
     problem = replace(usual, kv_dtype="e4m3")
@@ -287,7 +288,7 @@ def test_a_cache_of_8_bits_is_copied_ahead_and_converted_once(compilers: Process
     assert all(kernel.local == 0 for kernel in resources), resources
 
 
-def test_merges_read_and_write_16_bytes_at_a_time(compilers: ProcessPoolExecutor) -> None:
+def test_merges_read_and_write_16_bytes_at_a_time(compilers: Compilers) -> None:
     """Narrower accesses would reach only a fraction of the bandwidth of memory and links."""
     problem = MERGES["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default("compact")
@@ -300,7 +301,7 @@ def test_merges_read_and_write_16_bytes_at_a_time(compilers: ProcessPoolExecutor
 
 
 @pytest.fixture(scope="module")
-def sending(compilers: ProcessPoolExecutor) -> str:
+def sending(compilers: Compilers) -> str:
     """PTX of `push` of GEMM + Reduce-Scatter for an H200."""
     problem = REDUCTIONS["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default("push")
@@ -314,7 +315,7 @@ def test_tiles_are_stored_at_their_owner_16_bytes_at_a_time(sending: str) -> Non
     assert "ld.global.v4.b32" in sending or "ld.global.v2.b64" in sending
 
 
-def test_a_flat_loop_that_sends_is_pipelined_and_has_a_barrier_before_each_release(compilers: ProcessPoolExecutor) -> None:
+def test_a_flat_loop_that_sends_is_pipelined_and_has_a_barrier_before_each_release(compilers: Compilers) -> None:
     """All threads have stored a tile before one of them raises its flag, though the source has no barrier there."""
     problem = REDUCTIONS["cuda:90"]
     space = space_for(problem, known_hardware("cuda:90"))
@@ -333,7 +334,7 @@ def test_a_flat_loop_that_sends_is_pipelined_and_has_a_barrier_before_each_relea
         assert "st.global.v4" not in found[exchange:at]
 
 
-def test_the_gemm_that_sends_is_pipelined(compilers: ProcessPoolExecutor, sending: str) -> None:
+def test_the_gemm_that_sends_is_pipelined(compilers: Compilers, sending: str) -> None:
     """All stages are in shared memory, and the kernel waits for products one after the other."""
     problem = REDUCTIONS["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default("push")
@@ -343,7 +344,7 @@ def test_the_gemm_that_sends_is_pipelined(compilers: ProcessPoolExecutor, sendin
     assert "wgmma.mma_async" in sending
 
 
-def test_warps_that_send_tell_of_a_tile_when_it_is_written_and_add_16_bytes_at_a_time(compilers: ProcessPoolExecutor) -> None:
+def test_warps_that_send_tell_of_a_tile_when_it_is_written_and_add_16_bytes_at_a_time(compilers: Compilers) -> None:
     problem = REDUCTIONS["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default("push_specialized")
     listing = compilers.submit(_listings, "cuda:90", problem, config).result()["push_specialized_kernel"]
@@ -368,7 +369,7 @@ def test_warps_that_send_tell_of_a_tile_when_it_is_written_and_add_16_bytes_at_a
 
 @pytest.mark.parametrize(("target", "variant"), [("cuda:90", "push_specialized"), ("hip:gfx942", "decomposed")])
 def test_a_bias_and_a_residual_are_arguments_where_they_are_added_alone(
-    compilers: ProcessPoolExecutor, target: str, variant: str
+    compilers: Compilers, target: str, variant: str
 ) -> None:
     without, added = compilers.submit(_addends_of, target, REDUCTIONS[target], variant).result()
     assert without == set()
@@ -390,7 +391,7 @@ def _compile_smaller(problem: Problem, variant: str, smaller: Problem, sizes: di
 
 
 @pytest.mark.parametrize("variant", ["copy_engine", "decomposed"])
-def test_fewer_sequences_and_tokens_are_attended_by_the_kernel_of_more(compilers: ProcessPoolExecutor, variant: str) -> None:
+def test_fewer_sequences_and_tokens_are_attended_by_the_kernel_of_more(compilers: Compilers, variant: str) -> None:
     """The second slot of an inbox begins where it does for all tokens, which no box of both slots can tell."""
     usual = GatherAttention(2, 8, 2, 128, 2048, "bf16", 2, layout="zigzag")
     for problem in (usual, replace(usual, head_dim=192, v_dim=128)):
@@ -399,13 +400,13 @@ def test_fewer_sequences_and_tokens_are_attended_by_the_kernel_of_more(compilers
 
 
 @pytest.mark.parametrize("variant", ["nccl_ll", "nccl_ll128"])
-def test_a_baseline_with_a_protocol_adds_what_calls_bring(compilers: ProcessPoolExecutor, variant: str) -> None:
+def test_a_baseline_with_a_protocol_adds_what_calls_bring(compilers: Compilers, variant: str) -> None:
     problem = GemmReduceScatter(64, 256, 512, "bf16", "replicated", 2)
     compilers.submit(_compile_smaller, problem, variant, problem, {"bias": (256,), "residual": (64, 256)}).result()
 
 
 @pytest.fixture(scope="module")
-def push(compilers: ProcessPoolExecutor) -> str:
+def push(compilers: Compilers) -> str:
     """PTX of `push` for an H200."""
     problem = GEMMS["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default("push")
@@ -437,7 +438,7 @@ def test_a_wait_polls_in_a_loop(push: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def specialized(compilers: ProcessPoolExecutor) -> str:
+def specialized(compilers: Compilers) -> str:
     """PTX of `push_specialized` for an H200, with tiles of three parts that lie across shards."""
     problem = AllGatherGemm(256, 7168, 8192, "bf16", "m", 4)
     usual = space_for(problem, known_hardware("cuda:90")).default("push_specialized").values
@@ -478,7 +479,7 @@ def test_words_are_whole_and_polled_in_a_loop(specialized: str) -> None:
     assert len([line for line in lines if "st.relaxed.sys.global.v2.b64" in line]) == 3 + 4  # to peers; and what is left
 
 
-def test_warps_with_roles_take_no_more_shared_memory_than_is_counted(compilers: ProcessPoolExecutor) -> None:
+def test_warps_with_roles_take_no_more_shared_memory_than_is_counted(compilers: Compilers) -> None:
     """Uses the greatest number of barriers: one or two for each K group and stage."""
     problem = AllGatherGemm(256, 2560, 8192, "bf16", "m", 4)
     usual = space_for(problem, known_hardware("cuda:90")).default("push_specialized").values
@@ -488,7 +489,7 @@ def test_warps_with_roles_take_no_more_shared_memory_than_is_counted(compilers: 
     assert kernel.shared <= push_specialized_shared_bytes(64, 80, 8, boxes=1)
 
 
-def test_few_rows_take_no_more_shared_memory_than_is_counted(compilers: ProcessPoolExecutor) -> None:
+def test_few_rows_take_no_more_shared_memory_than_is_counted(compilers: Compilers) -> None:
     problem = AllGatherGemm(16, 7168, 8192, "bf16", "m", 4)
     config = Config.of("push_words", block_m=16, block_n=64, block_k=64, num_stages=20, k_groups=8)
     assert config in space_for(problem, known_hardware("cuda:90"))
@@ -497,7 +498,7 @@ def test_few_rows_take_no_more_shared_memory_than_is_counted(compilers: ProcessP
 
 
 @pytest.fixture(scope="module", params=["resident", "compact"])
-def resident(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> str:
+def resident(compilers: Compilers, request: pytest.FixtureRequest) -> str:
     """PTX for an H200 of each variant whose programs must all run at the same time."""
     problem = DECODES["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default(request.param)
@@ -513,7 +514,7 @@ def test_words_are_polled_in_loops_that_vote(resident: str) -> None:
     assert all(any("bar.red.or.pred" in line for line in loop) for loop in polling)
 
 
-def test_keys_of_a_paged_cache_are_asked_for_as_far_ahead_as_others(compilers: ProcessPoolExecutor) -> None:
+def test_keys_of_a_paged_cache_are_asked_for_as_far_ahead_as_others(compilers: Compilers) -> None:
     """If their addresses came from a load of the same step, the pipeline would be half as deep: a wait would leave none open."""
     usual = DECODES["cuda:90"]
     config = space_for(usual, known_hardware("cuda:90")).default("bsp")
@@ -525,7 +526,7 @@ def test_keys_of_a_paged_cache_are_asked_for_as_far_ahead_as_others(compilers: P
     assert open_copies[0][0][0] >= "2"
 
 
-def test_a_block_of_a_page_takes_one_page_number_and_no_load_of_a_byte(compilers: ProcessPoolExecutor) -> None:
+def test_a_block_of_a_page_takes_one_page_number_and_no_load_of_a_byte(compilers: Compilers) -> None:
     """In an 8-bit cache all keys and values are copied in advance, and V is read from shared memory two columns at a time."""
     problem = FlashDecode(64, 64, 8, 128, 8192, "bf16", 1, page=16, kv_dtype="e4m3")
     config = space_for(problem, known_hardware("cuda:90")).default("bsp")
@@ -573,7 +574,7 @@ SMALL = (
 
 @pytest.mark.parametrize(("problem", "every"), [(SMALL[0], False), *volume(*((problem, True) for problem in SMALL))], ids=str)
 def test_words_that_are_voted_on_are_the_ones_that_are_used(
-    compilers: ProcessPoolExecutor, problem: Problem, every: bool
+    compilers: Compilers, problem: Problem, every: bool
 ) -> None:
     """Triton 3.6 makes two loads of one, each of another moment, of tiles with fewer words than there are threads: none has."""
     space = space_for(problem, known_hardware("cuda:90"))

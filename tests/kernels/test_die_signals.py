@@ -105,7 +105,7 @@ def _assembly(target: str) -> str:
 @pytest.mark.volume
 def test_amd_is_asked_for_the_die_and_knows_the_count_before_it_writes_back() -> None:
     with compilers(1) as pool:
-        listings = list(pool.map(_assembly, AMD))
+        listings = [pool.submit(_assembly, target).result() for target in AMD]
     for listing in listings:
         code = instructions(listing)
         assert faults(listing) == []

@@ -6,7 +6,7 @@ The compiler may end its process on a fatal error, so it runs in processes of it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from autotax.kernels.primitives import count, settle, signal
+from tests.kernels.compilers import Compilers
 from tests.kernels.compilers import compilers as pool_of_compilers
 from tests.kernels.releases import AMD, Job, faults, instructions, jobs, listings, publications
 from tests.kernels.test_compile import AT_ONCE
@@ -24,13 +25,13 @@ FULL = [job for job in jobs(everything=True) if job not in QUICK]
 
 
 @pytest.fixture(scope="module")
-def compilers() -> Iterator[ProcessPoolExecutor]:
+def compilers() -> Iterator[Compilers]:
     with pool_of_compilers() as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
-def compiling(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> dict[Job, Future[dict[str, str]]]:
+def compiling(compilers: Compilers, request: pytest.FixtureRequest) -> dict[Job, Future[dict[str, str]]]:
     """Starts the compilations of all selected tests of both sets at once, so that they run in parallel."""
     calls = [item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     wanted = {call["job"] for call in calls if "job" in call}
@@ -111,7 +112,7 @@ def _assembly(target: str, name: str, scope: str, warps: int) -> str:
 @pytest.mark.parametrize(
     ("kernel", "why"), [("_bare", "not waited for"), ("_relaxed", "no write-back"), ("_unsettled", "all waves")]
 )
-def test_the_audit_finds_what_is_wrong(compilers: ProcessPoolExecutor, kernel: str, why: str, scope: str) -> None:
+def test_the_audit_finds_what_is_wrong(compilers: Compilers, kernel: str, why: str, scope: str) -> None:
     found = faults(compilers.submit(_assembly, "hip:gfx942", kernel, scope, 4).result())
     assert any(why in fault for fault in found), found
 
@@ -121,7 +122,7 @@ def test_the_audit_finds_what_is_wrong(compilers: ProcessPoolExecutor, kernel: s
 @pytest.mark.parametrize("target", AMD)
 @pytest.mark.parametrize(("kernel", "scope"), [("_signalled", "sys"), ("_signalled", "gpu"), ("_counted", "gpu")])
 def test_releases_hold_and_one_wave_writes_back(
-    compilers: ProcessPoolExecutor, target: str, kernel: str, scope: str, warps: int
+    compilers: Compilers, target: str, kernel: str, scope: str, warps: int
 ) -> None:
     listing = compilers.submit(_assembly, target, kernel, scope, warps).result()
     code = instructions(listing)

@@ -6,7 +6,7 @@ The compiler may end its process on a fatal error, so it runs in processes of it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from autotax.core.config import Config
 from autotax.kernels.primitives import load_whole, store_whole
 from autotax.operators import registry
 from autotax.spaces import space_for
+from tests.kernels.compilers import Compilers
 from tests.kernels.compilers import compilers as pool_of_compilers
 from tests.kernels.test_compile import AT_ONCE
 from tests.kernels.words_on_amd import AMD, Job, compiled, faults, jobs, words
@@ -32,13 +33,13 @@ def wide(job: Job) -> Job:
 
 
 @pytest.fixture(scope="module")
-def compilers() -> Iterator[ProcessPoolExecutor]:
+def compilers() -> Iterator[Compilers]:
     with pool_of_compilers() as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
-def compiling(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> dict[Job, Future[Any]]:
+def compiling(compilers: Compilers, request: pytest.FixtureRequest) -> dict[Job, Future[Any]]:
     calls = [item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     return {call["job"]: compilers.submit(compiled, *call["job"]) for call in calls if "job" in call}
 
@@ -129,12 +130,12 @@ def _faults_of(name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kernel", "why"), [("_ordinary", "ordinary access"), ("_few", "64 words for 256 threads"), ("_endless", "without a limit")]
 )
-def test_the_reading_finds_what_is_wrong(compilers: ProcessPoolExecutor, kernel: str, why: str) -> None:
+def test_the_reading_finds_what_is_wrong(compilers: Compilers, kernel: str, why: str) -> None:
     found = compilers.submit(_faults_of, kernel).result()
     assert any(why in fault for fault in found), found
 
 
-def test_the_reading_finds_nothing_wrong_with_what_is_right(compilers: ProcessPoolExecutor) -> None:
+def test_the_reading_finds_nothing_wrong_with_what_is_right(compilers: Compilers) -> None:
     assert compilers.submit(_faults_of, "_right").result() == []
 
 
