@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
-from autotax.cli import app
+from autotax.cli import app, options
 from autotax.core.conditions import ON_CPU, Conditions
 from autotax.core.config import Config
 from autotax.core.errors import MachineError
@@ -18,6 +20,7 @@ from autotax.core.problem import Problem
 from autotax.db import Store, TrialRecord, WinnerRecord, resolve_url
 from autotax.db.lookup import reload
 from autotax.hardware import Hardware, detect
+from autotax.operators import operators
 from autotax.operators.registry import variant_digest
 from autotax.runner import Candidate, Measurement
 from autotax.software import Environment, environment
@@ -82,6 +85,21 @@ class Result:
 
 Run = Callable[..., Result]
 
+_COMMANDS: dict[object, tuple[typer.Typer, object]] = {}
+_make, _get_command = app.make, typer.main.get_command
+
+
+def make_once(arguments: Sequence[str], *of: Any) -> typer.Typer:
+    """Like `app.make`, which takes longer than most commands do; what it makes depends on the operator that is named."""
+    known = tuple(operators().values())
+    key = options.operator_named(arguments), tuple(map(id, known)), *map(id, of)
+    if key not in _COMMANDS:
+        _COMMANDS[key] = _make(arguments, *of), (known, of)  # an object that is kept shares its id with no other
+    return _COMMANDS[key][0]
+
+
+get_command_once = functools.cache(_get_command)
+
 
 @pytest.fixture
 def db(tmp_path: Path) -> Path:
@@ -93,6 +111,8 @@ def db(tmp_path: Path) -> Path:
 def run(db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """run("tune", "--trials", 3): the exit code and what was printed. The machine has no GPUs."""
     monkeypatch.setenv("AUTOTAX_DB", str(db))
+    monkeypatch.setattr(app, "make", make_once)
+    monkeypatch.setattr(typer.main, "get_command", get_command_once)
     on_machine(monkeypatch, None)
 
     def call(*arguments: object) -> Result:

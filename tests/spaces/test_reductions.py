@@ -17,15 +17,19 @@ from autotax.spaces.gemm_reduce_scatter import MOST_ROWS, time_of
 from tests.models.plan import Task, faults
 from tests.models.reduce_plan import check, cut_fault, reduce_plan, words_fault
 from tests.spaces.drawing import CPU, H200, HARDWARE, MI300X, configs, reductions
+from tests.volume import volume
 
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 SHAPES = [(8192, 7168), (8192, 2560), (4096, 1536), (7168, 768)]
 """n and k of row-parallel layers on each of four ranks."""
 
 
-@settings(relaxed, max_examples=300)
-@given(st.data())
-def test_no_admitted_config_has_a_fault(data: st.DataObject) -> None:
+@pytest.mark.parametrize("examples", [100, *volume(300)])
+def test_no_admitted_config_has_a_fault(examples: int) -> None:
+    settings(relaxed, max_examples=examples)(given(st.data())(_has_no_fault))()
+
+
+def _has_no_fault(data: st.DataObject) -> None:
     problem, hardware = data.draw(reductions()), data.draw(st.sampled_from(HARDWARE))
     assert check(problem, data.draw(configs(space_for(problem, hardware)))) is None
 

@@ -22,6 +22,7 @@ from tests.models import schedule as model
 from tests.models.plan import Plan, Task, Wait, faults
 from tests.models.schedule import attended, check, schedule, tokens
 from tests.spaces.drawing import CPU, H200, HARDWARE, MI300X, configs, problems
+from tests.volume import volume
 
 
 def named(value: object) -> str:
@@ -32,9 +33,12 @@ def named(value: object) -> str:
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 
 
-@settings(relaxed, max_examples=300)
-@given(st.data())
-def test_no_admitted_config_has_a_fault(data: st.DataObject) -> None:
+@pytest.mark.parametrize("examples", [100, *volume(300)])
+def test_no_admitted_config_has_a_fault(examples: int) -> None:
+    settings(relaxed, max_examples=examples)(given(st.data())(_has_no_fault))()
+
+
+def _has_no_fault(data: st.DataObject) -> None:
     problem, hardware = data.draw(problems), data.draw(st.sampled_from(HARDWARE))
     assert check(problem, data.draw(configs(space_for(problem, hardware)))) is None
 
