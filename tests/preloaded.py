@@ -1,5 +1,10 @@
 """What many ranks import once their tests run: the server that forks the ranks imports it before, once for all of them."""
 
+import gc
+
 import torch._dynamo
 import torch._functorch.aot_autograd
 import torch.distributed.tensor.parallel  # noqa: F401 - only its effect is needed
+
+gc.collect()
+gc.freeze()  # what all forks share is never garbage: a collection of a heap that closes took a quarter of a second to say so

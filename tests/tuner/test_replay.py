@@ -27,11 +27,19 @@ def latency(config: Config) -> float | str:
     return 30.0 + abs(config["splits"] - 16) / 4 + abs(config["block_s"] - 64) / 32
 
 
-@pytest.fixture
-def recorded(tmp_path: Path) -> Path:
-    path = tmp_path / "landscapes.json.gz"
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("recording") / "landscapes.json.gz"
     counts = record(DECODE, H200, SyntheticRunner(latency), environment("cpu"), Conditions(), 90, 3, path)
     assert counts["ok"] + counts["compile_error"] == 90 and counts["compile_error"]
+    return path.read_bytes()
+
+
+@pytest.fixture
+def recorded(recording: bytes, tmp_path: Path) -> Path:
+    """A copy of its own for each test: some edit it."""
+    path = tmp_path / "landscapes.json.gz"
+    path.write_bytes(recording)
     return path
 
 
