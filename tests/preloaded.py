@@ -2,9 +2,11 @@
 
 import gc
 
-import torch._dynamo
-import torch._functorch.aot_autograd
-import torch.distributed.tensor.parallel  # noqa: F401 - only its effect is needed
+import functorch.compile  # noqa: F401 - only its effect is needed
+import torch
+import torch.distributed.tensor.parallel
+
+torch.compiler.reset()  # imports the compiler
 
 gc.collect()
 gc.freeze()  # what all forks share is never garbage: a collection of a heap that closes took a quarter of a second to say so

@@ -12,9 +12,11 @@ import pytest
 
 from autotax.core.errors import UsageError
 from autotax.operators import load, loaded, named, operators
+from tests.volume import volume
 
 ROOT = Path(__file__).parents[2]
 GEMM = ["all-gather-gemm", "--m", "64", "--n", "96", "--k", "64", "--backend", "cpu"]
+TUNE = ["tune", *GEMM, "--trials", "1"]
 
 BAD: dict[str, tuple[str | bytes, str]] = {
     "ends with 0": ("import sys\nsys.exit(0)", "it ends the program"),
@@ -42,7 +44,7 @@ def test_a_bad_file_is_one_line_and_leaves_nothing(tmp_path: Path, text: str | b
     assert (list(operators()), loaded(), list(sys.modules)) == before
 
 
-@pytest.mark.parametrize("command", [["tune", *GEMM, "--trials", "1"], ["tune", *GEMM, "--trials", "1", "--json"]])
+@pytest.mark.parametrize("command", [*volume(TUNE), [*TUNE, "--json"]])
 def test_a_space_that_raises_is_one_line_with_its_place(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "mine.py").write_text("""
 from autotax.operators import named

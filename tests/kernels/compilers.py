@@ -25,36 +25,36 @@ class Compilers:
     """Each thread of a pool hands its jobs to a process of its own. Functions travel by name, their arguments are pickled."""
 
     def __init__(self, workers: int) -> None:
-        self._server = ForkServer()
-        self._threads = ThreadPoolExecutor(workers)
-        self._own = threading.local()
-        self._children: list[Child] = []
+        self.server = ForkServer()
+        self.threads = ThreadPoolExecutor(workers)
+        self.own = threading.local()
+        self.children: list[Child] = []
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """The future of `function(*arguments)` in a compiler process."""
-        return self._threads.submit(self._run, function, *arguments)
+        return self.threads.submit(self.run_there, function, *arguments)
 
     def close(self) -> None:
         """Ends the processes, also in the middle of a job."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for child in self._children:
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        for child in self.children:
             child.stop()
-        self._threads.shutdown()
-        for child in self._children:
+        self.threads.shutdown()
+        for child in self.children:
             child.kill()
-        self._server.close()
+        self.server.close()
 
-    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        child = getattr(self._own, "child", None)
+    def run_there(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        child = getattr(self.own, "child", None)
         if child is None:
-            child = self._own.child = self._server.child(__name__, [], {"TRITON_CACHE_DIR": str(CACHE)})
-            self._children.append(child)
+            child = self.own.child = self.server.child(__name__, [], {"TRITON_CACHE_DIR": str(CACHE)})
+            self.children.append(child)
         try:
             child.send((function, arguments))
             child.pipe.poll(None)  # a read waits for a few seconds only
             succeeded, value = child.pipe.recv()
         except (EOFError, OSError):  # the compiler may end its process on a fatal error
-            del self._own.child
+            del self.own.child
             raise RuntimeError(f"the compiler {child.last_words()}") from None
         if not succeeded:
             raise RuntimeError(value)

@@ -112,12 +112,20 @@ def bits_of_both(world: World, problem: Any, config: Config) -> list[str]:
     return digests
 
 
-@pytest.mark.parametrize("scales", LAYOUTS)
-def test_quantising_on_the_way_gives_the_bits_of_a_quantiser_before(ranks: Ranks, scales: str) -> None:
-    for problem in (each for each in problems(scales) if each.quantize != "none"):
-        for name, space in space_for(problem, detect("cpu")).variants.items():
-            for first, second, third, fourth in ranks.run(bits_of_both, problem, space.some(1, Random(7))[0], timeout=120):
-                assert (first, third) == (second, fourth), name
+QUANTISING = [(problem, variant) for problem, variant in CASES if problem.quantize != "none"]
+
+
+def _of_operators(problem: Any, variant: str) -> dict[str, object]:
+    """The variants of each operator, and its scales."""
+    return {"variant": (problem.op, variant), "scales": (problem.op, problem.scales)}
+
+
+@pytest.mark.sampled(by=_of_operators)
+@pytest.mark.parametrize(("problem", "variant"), QUANTISING, ids=str)
+def test_quantising_on_the_way_gives_the_bits_of_a_quantiser_before(ranks: Ranks, problem: Any, variant: str) -> None:
+    config = space_for(problem, detect("cpu")).variants[variant].some(1, Random(7))[0]
+    for first, second, third, fourth in ranks.run(bits_of_both, problem, config, timeout=120):
+        assert (first, third) == (second, fourth)
 
 
 def differences_of_quantisers(_: World, quantize: str, rows: int) -> list[int]:
@@ -131,6 +139,7 @@ def differences_of_quantisers(_: World, quantize: str, rows: int) -> list[int]:
     return [int(wrong.sum()), int((found.reshape(scales.shape) != scales).sum())]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [1, 5, 300])
 @pytest.mark.parametrize("quantize", list(SCALES_OF))
 def test_a_kernel_that_quantises_on_its_own_gives_torchs_bits(ranks: Ranks, quantize: str, rows: int) -> None:
