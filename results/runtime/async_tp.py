@@ -61,7 +61,7 @@ MODULES = "autotax.nn"
 """With --fp8 a fourth edition: the same layers as modules of ours. Where no winner is known they run the first seed."""
 REFERENCE = "inputs in bf16"
 TOLERANCE = {"cuda": 2e-2, "cpu": 1e-4, "fp8": 0.2}
-"""Greatest ||theirs - NCCL's|| / ||NCCL's||: bf16 and float32, rounded in other places. With --fp8 of NCCL's from the reference."""
+"""Greatest ||theirs - NCCL's|| / ||NCCL's||: bf16 and float32, rounded elsewhere. With --fp8 of NCCL's from the reference."""
 FALLBACKS = scaled.OPERATORS | {GATHER: symm_mem.torch_all_gather_matmul, SCATTER: symm_mem.torch_matmul_reduce_scatter}
 """Torch's own on CPU ranks. Ours of e4m3 are torch's as long as there is no winner."""
 LARGEST = 448.0
