@@ -392,7 +392,7 @@ _OPERATORS: tuple[Operator, ...] = (
     ),
     (
         f"gather_attention_recorded({_QKV}, int[]? lengths, int module) -> (Tensor, Tensor)",
-        _quietly(lambda q, k, v, lengths, module: module_of(module).run_recorded(q, k, v, lengths)),
+        _quietly(lambda q, k, v, lengths, module: module_of(module).run_recorded(q, k, v, lengths=lengths)),
         _fake_attention,
         (_attention_backward, _save_attention),
     ),

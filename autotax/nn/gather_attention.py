@@ -164,7 +164,7 @@ class GatherAttention(Tuned):
             if recording or is_compiling():
                 both = torch.ops.autotax.gather_attention_recorded(q, k, v, lengths, self.handle)
             else:
-                both = self.run_recorded(q, k, v, lengths)
+                both = self.run_recorded(q, k, v, lengths=lengths)
             return tuple(both) if return_lse else both[0]
         if not is_compiling():
             return self.run(q, k, v, out)
@@ -187,7 +187,7 @@ class GatherAttention(Tuned):
         if self._guards[2]:
             self._compare(lambda: self._described(*self._problem_of(q, k, v), out))
 
-    def run_recorded(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    def run_recorded(self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """The output and its log-sum-exps, float32 [batch, q_heads, tokens]."""
         if lengths is not None:
             return self._run_ragged(q, k, v, lengths)
@@ -269,13 +269,10 @@ class GatherAttention(Tuned):
         """The gradients of q, k and v. K and V are gathered again, and their gradients of all ranks are added up.
 
         Args:
-            d_o: The gradient of the output, shaped like it.
-            q: [batch, tokens, q_heads, head_dim].
-            k: [batch, tokens, kv_heads, head_dim].
-            v: Like k, with heads of `v_dim` elements.
-            o: The output of the call.
-            lse: Its log-sum-exps, float32 [batch, q_heads, tokens].
-            lengths: The call's `lengths`.
+            d_o: The gradient of o, shaped like it.
+            q, k, v, lengths: As `forward` takes them.
+            o: The output, [batch, tokens, q_heads, value_dim].
+            lse: The log-sum-exps, float32 [batch, q_heads, tokens].
 
         Returns:
             The gradients, shaped like q, k and v, of the sum of all ranks' losses.
