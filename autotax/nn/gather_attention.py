@@ -418,12 +418,12 @@ def _backward(
     nothing, aten = lse.new_zeros(2, dtype=torch.int64), torch.ops.aten
     sizes = None, None, q.shape[1], k.shape[1], 0.0, part.causal
     if ends is not None or (library == "flash" and part.left is not None):
-        given: tuple[Any, ...] = d_o, q, k, v, o, lse, *sizes
+        tensors: tuple[Tensor, ...] = d_o, q, k, v, o, lse
+        lengths: tuple[Any, ...] = sizes[:4]
         if ends is not None:
-            sums, longest = ends
-            given = *(tensor[0] for tensor in given[:6]), sums, sums, longest, longest, *sizes[4:]
+            tensors, lengths = tuple(tensor[0] for tensor in tensors), (ends[0], ends[0], ends[1], ends[1])
         window = {} if part.left is None else bounds(part.causal, part.left)
-        gradients = aten._flash_attention_backward(*given, nothing, nothing[0], **window)
+        gradients = aten._flash_attention_backward(*tensors, *lengths, *sizes[4:], nothing, nothing[0], **window)
     else:
         d_o, q, k, v, o = (tensor.transpose(1, 2) for tensor in (d_o, q, k, v, o))
         if library == "cudnn":
