@@ -184,9 +184,22 @@ def test_windows_and_heads_of_two_sizes_are_those_of_dense_attention(
         assert max(found) < LIMIT, found
 
 
-@pytest.mark.parametrize(("layout", "window"), [("contiguous", 40), ("zigzag", 5), *volume(("contiguous", 1), ("zigzag", 23))])
-def test_windows_on_four_ranks(four: Ranks, layout: str, window: int) -> None:
-    for found in four.run(calls, layout, "causal", "decomposed", window, timeout=200):
+ON_FOUR = [
+    ("contiguous", "causal", "decomposed", 40),
+    ("contiguous", "none", "ring", 0),
+    ("zigzag", "causal", "ring", 5),
+    *volume(
+        ("contiguous", "causal", "decomposed", 1),
+        ("contiguous", "causal", "ring", 40),
+        ("zigzag", "causal", "decomposed", 23),
+        ("zigzag", "causal", "ring", 0),
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "mask", "variant", "window"), ON_FOUR)
+def test_four_ranks_attend_to_the_keys_of_all(four: Ranks, layout: str, mask: str, variant: str, window: int) -> None:
+    for found in four.run(calls, layout, mask, variant, window, timeout=200):
         assert max(found) < LIMIT, found
 
 
