@@ -33,9 +33,6 @@ from autotax.spaces.gather_attention import LIBRARIES
 KEPT_STREAMS = 8
 """Streams that a module keeps for further layers and for captures, which cannot make them."""
 
-Ends = tuple[Tensor, int]
-"""The sums of the lengths of sequences, from 0 on, int32 on the device, and the greatest length."""
-
 
 class GatherAttention(Tuned):
     """Attention of a rank's queries to the keys and values of all ranks. One module serves all layers of the same sizes.
@@ -281,7 +278,7 @@ class GatherAttention(Tuned):
         problem, (q, k, v) = self._problem_of(q, k, v)
         d_o, world, rank = d_o.contiguous(), self._world, self._world.rank if self._world else 0
         library = self._library
-        parts: list[tuple[Part, Ends | None]] = [(part, None) for part in problem.parts(rank)]
+        parts = problem.parts(rank)
         if lengths is not None:
             stream, parts = self._parts_of_stream(problem, tuple(lengths))
             library, world = self._libraries[-1], world if stream.crosses else None
@@ -296,10 +293,10 @@ class GatherAttention(Tuned):
                 [half.view(-1, *like.shape) for half, like in zip(flat.split([k.numel(), v.numel()], 1), (k, v), strict=True)]
                 for flat in (gathered, sums)
             )
-            for part, ends in parts:
+            for part in parts:
                 queries, keys, source = slice(*part.queries), slice(*part.keys), part.source - first
                 of_source, values = (half[source] for half in halves)
-                of_queries, *of_keys = _backward(library, part, d_o, q, of_source, values, o, lse, ends)
+                of_queries, *of_keys = _backward(library, part, d_o, q, of_source, values, o, lse)
                 d_q[:, queries] += of_queries
                 for total, of_part in zip(sums_of_halves, of_keys, strict=True):
                     total[source, :, keys] += of_part
@@ -310,22 +307,12 @@ class GatherAttention(Tuned):
         d_k, d_v = own.split([k.numel(), v.numel()])
         return d_q, d_k.view(k.shape).clone(), d_v.view(v.shape).clone()
 
-    def _parts_of_stream(self, problem: Shape, lengths: tuple[int, ...]) -> tuple[Stream, list[tuple[Part, Ends | None]]]:
-        """A stream as this rank attends to it, and its parts for the backward, the rank's own keys first.
-
-        Flash attention for NVIDIA GPUs takes all sequences of a rank in one call. Elsewhere each of them is a part: the attention
-        for CPUs takes no lengths, and that for AMD GPUs wants the log-sum-exps of sequences padded to the longest.
-        """
-        stream, ends = self._stream(problem, lengths)
+    def _parts_of_stream(self, problem: Shape, lengths: tuple[int, ...]) -> tuple[Stream, list[Part]]:
+        """A stream as this rank attends to it, and its parts for the backward: one for each of the rank's own sequences first."""
+        stream, _ = self._stream(problem, lengths)
         how = problem.everything._replace(source=self._world.rank if self._world else 0)
-        own: list[tuple[Part, Ends | None]]
-        if self._device.type == "cuda" and torch.version.hip is None:
-            whole = 0, problem.shard_len
-            own = [(how._replace(queries=whole, keys=whole), (ends, max(stream.own)))]
-        else:
-            sequences = pairwise(accumulate(stream.own, initial=0))
-            own = [(how._replace(queries=tokens, keys=tokens), None) for tokens in sequences]
-        return stream, [*own, *((part, None) for part in stream.parts)]
+        own = [how._replace(queries=tokens, keys=tokens) for tokens in pairwise(accumulate(stream.own, initial=0))]
+        return stream, [*own, *stream.parts]
 
     def _recorder(self, problem: Shape, chosen: Any) -> Any:
         """The kernel for calls that torch records: the chosen one if it has log-sum-exps, else the baseline."""
@@ -399,12 +386,9 @@ def _merge(whole: tuple[Tensor, Tensor], more: tuple[Tensor, Tensor], queries: s
 
 
 def _backward(
-    library: str, part: Part, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, ends: Ends | None
+    library: str, part: Part, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a part's queries, keys and values by the vendor's backward; `o` and `lse` are those of all keys.
-
-    `ends` cut the part of a batch of one into sequences, by the library "flash". None: it is one.
-    """
+    """The gradients of a part's queries, keys and values by the vendor's backward; `o` and `lse` are those of all keys."""
     from autotax.kernels.gather_attention.vendor import bounds, cut, masked, widened  # brings Triton
 
     queries, keys, pieces, dim = slice(*part.queries), slice(*part.keys), part.pieces, v.shape[3]
@@ -418,13 +402,9 @@ def _backward(
         d_o, v, o = (widened(tensor, q.shape[3]) for tensor in (d_o, v, o))
     nothing, aten = lse.new_zeros(2, dtype=torch.int64), torch.ops.aten
     sizes = None, None, q.shape[1], k.shape[1], 0.0, part.causal
-    if ends is not None or (library == "flash" and part.left is not None):
-        tensors: tuple[Tensor, ...] = d_o, q, k, v, o, lse
-        lengths: tuple[Any, ...] = sizes[:4]
-        if ends is not None:
-            tensors, lengths = tuple(tensor[0] for tensor in tensors), (ends[0], ends[0], ends[1], ends[1])
-        window = {} if part.left is None else bounds(part.causal, part.left)
-        gradients = aten._flash_attention_backward(*tensors, *lengths, *sizes[4:], nothing, nothing[0], **window)
+    if library == "flash" and part.left is not None:
+        given = d_o, q, k, v, o, lse, *sizes, nothing, nothing[0]
+        gradients = aten._flash_attention_backward(*given, **bounds(part.causal, part.left))
     else:
         d_o, q, k, v, o = (tensor.transpose(1, 2) for tensor in (d_o, q, k, v, o))
         if library == "cudnn":
