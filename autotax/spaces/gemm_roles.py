@@ -1,4 +1,4 @@
-"""What the spaces of GEMMs whose warps have roles share: conditions, shared memory, and the time of tiles."""
+"""Parts of the spaces of both GEMM operators whose warps have roles: conditions, shared memory, and the time of tiles."""
 
 from __future__ import annotations
 

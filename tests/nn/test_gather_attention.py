@@ -79,7 +79,7 @@ def right_lse(tensors: list[Tensor], mask: Tensor) -> Tensor:
 
 
 def of_each(lengths: list[int], tensors: list[Tensor], causal: bool, window: int = 0) -> tuple[list[Tensor], Tensor]:
-    """What `right` and `right_lse` return for sequences of these lengths, each by itself."""
+    """The results of `right` and `right_lse` for sequences of these lengths, each by itself."""
     shards = [list(shard) for shard in zip(*(tensor.split(lengths, 1) for tensor in tensors), strict=True)]
     masks = [seen(length, causal, window, tensors[0].device) for length in lengths]
     results, lses = ([one(*both) for both in zip(shards, masks, strict=True)] for one in (right, right_lse))
