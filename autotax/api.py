@@ -109,11 +109,14 @@ def tune_jobs(
         alike = [job for job in jobs if job[0].world_size == world_size]
         with ranks(hardware, world_size, jobs[0][1].seed) as runner:
             for (problem, settings), later in zip_longest(alike, alike[1:]):
-                began = time.monotonic()  # the start of the ranks counts, too
-                begin = partial(_begin, later, hardware, runner, store, runner.environment) if later else None
+                began = time.monotonic()  # the limit of a single problem bounds the whole call, the start of the ranks included
                 with watch(problem, hardware) as listener:
+                    software = runner.environment
+                    if len(alike) > 1:  # several problems share the ranks, whose start takes no time of the first one
+                        began = time.monotonic()
+                    begin = partial(_begin, later, hardware, runner, store, software) if later else None
                     verdict = tuner.tune(
-                        problem, hardware=hardware, runner=runner, store=store, environment=runner.environment,
+                        problem, hardware=hardware, runner=runner, store=store, environment=software,
                         settings=settings, listener=listener, meanwhile=begin, began=began,
                     )  # fmt: skip
                 if verdict.winner:

@@ -18,7 +18,7 @@ OWN = ("operators/", "kernels/", "spaces/")
 """An operator's declaration, kernels and spaces."""
 MODULES = ("nn/", "engines/", "torch/")
 """Modules that a model calls are those of an operator, but for the generic one."""
-GENERIC = {"nn/base.py", "nn/consensus.py", "nn/groups.py", "nn/prepare.py", "nn/tuned.py"}
+GENERIC = {"nn/base.py", "nn/consensus.py", "nn/groups.py", "nn/prepare.py", "nn/sized.py", "nn/tuned.py"}
 
 
 @cache

@@ -247,7 +247,13 @@ class SearchOptions(ShapesOptions):
         str | None,
         word("quick, normal, full: at most 24, 60, 300 trials; --sampler gp may end the first two early.", metavar="NAME"),
     ] = None
-    timeout: Annotated[str | None, word("Time limit for each problem: 90, 90s, 10m, 2h. Default: none.", metavar="TIME")] = None
+    timeout: Annotated[
+        str | None,
+        word(
+            "Time limit for each problem, of a single one with the start of the ranks: 90, 90s, 10m, 2h. Default: none.",
+            metavar="TIME",
+        ),
+    ] = None
     sampler: Annotated[
         str | None,
         word("The sampler: gp, tpe or random. Default: gp where a prior was learnt (H200), else tpe.", metavar="NAME"),

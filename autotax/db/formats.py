@@ -439,6 +439,7 @@ class _Row(msgspec.Struct, array_like=True):
     interval_high: Positive
     tie: bool | Annotated[int, msgspec.Meta(ge=0, le=1)]
     trial_id: int
+    latency_us: Positive
 
 
 _NOWHERE = Place(Hardware("", "", "", 0, 0, 0, 0, 0, ""), Environment("", "", "", "", ""), Conditions())
@@ -468,7 +469,9 @@ def known_winners(session: Session) -> list[IndexedWinner]:
             check(row.config)
             where = place(row.hardware, row.software, row.conditions)
             figures = row.speedup, row.interval_low, row.interval_high
-            return IndexedWinner(row.problem_key, where, row.kernels, row.config, *figures, bool(row.tie), row.trial_id)
+            return IndexedWinner(
+                row.problem_key, where, row.kernels, row.config, *figures, bool(row.tie), row.trial_id, row.latency_us
+            )  # fmt: skip
         except (Malformed, KeyError) as error:
             defect = _by_name(str(error)) if isinstance(error, Malformed) else "its place is not there"
             # A malformed row stays in the index, so that a look-up can name it.
@@ -489,6 +492,7 @@ def known_winners(session: Session) -> list[IndexedWinner]:
         WinnerRow.interval_high,
         type_coerce(WinnerRow.tie, sqlalchemy.Integer),  # the raw value
         WinnerRow.trial_id,
+        WinnerRow.latency_us,
     )
     checked = session.connection().execute(query)
     return [known(tuple(row)) for row in checked]
@@ -503,6 +507,7 @@ class _ShippedWinner(msgspec.Struct):
     kernel_digest: str
     conditions: ConditionsShape
     config: ConfigShape
+    latency_us: Positive
     speedup: Positive
     interval: tuple[Positive, Positive]
     tie: bool
@@ -536,6 +541,7 @@ def shipped_winners(path: Path) -> list[IndexedWinner]:
             *winner.interval,
             winner.tie,
             trial_id=0,
+            latency_us=winner.latency_us,
         )
         for winner in _document(path, _ShippedFile).winners
     ]

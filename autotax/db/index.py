@@ -8,8 +8,9 @@ end.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ def bucket_key(key: str) -> str:
     return sizes.sub(lambda match: _end(match[0]), key) if sizes else key
 
 
-def _family(key: str) -> str:
+def family_key(key: str) -> str:
     """The key of a problem without its varying sizes."""
     sizes = _sizes_of(key.partition("/")[0])
     return sizes.sub("", key) if sizes else key
@@ -92,6 +93,8 @@ class IndexedWinner(NamedTuple):
     tie: bool
     trial_id: int
     """Later trials have greater ids; 0 for shipped winners."""
+    latency_us: float = math.nan
+    """NaN where it is not known."""
     defect: str = ""
     """Why the row in the database is malformed, if it is. Then the winner holds nowhere."""
 
@@ -136,12 +139,19 @@ class Index:
 
     def of_family(self, key: str) -> list[IndexedWinner]:
         """The winners of all problems that differ from the problem with this key in varying sizes alone."""
-        return [winner for other, winners in self._by_problem.items() if _family(other) == _family(key) for winner in winners]
+        return self._by_family.get(family_key(key), [])
 
     @cached_property
     def _by_bucket(self) -> dict[str, list[IndexedWinner]]:
-        """Winners by bucket, built at the first look-up of a problem without its own winner."""
-        buckets: dict[str, list[IndexedWinner]] = {}
+        return self._grouped(bucket_key)
+
+    @cached_property
+    def _by_family(self) -> dict[str, list[IndexedWinner]]:
+        return self._grouped(family_key)
+
+    def _grouped(self, group_of: Callable[[str], str]) -> dict[str, list[IndexedWinner]]:
+        """Winners by a group of their problems' keys, built at the first look-up of a problem without its own winner."""
+        groups: dict[str, list[IndexedWinner]] = {}
         for key, winners in self._by_problem.items():
-            buckets.setdefault(bucket_key(key), []).extend(winners)
-        return buckets
+            groups.setdefault(group_of(key), []).extend(winners)
+        return groups

@@ -60,6 +60,9 @@ def answer(problem: Problem, here: Place, sources: Sequence[Source], *, allow_st
     for source in sources:
         if answered := _exact(problem, here, source, refused) or _nearest(problem, here, source, refused):
             return answered
+    for source in sources:
+        if answered := _between(problem, here, source, refused):
+            return answered
     if allow_stale:
         for source in sources:
             if answered := _stale(problem, here, source, refused):
@@ -168,6 +171,41 @@ def _kept_share(problem: Problem, sizes: dict[str, int], config: Config) -> floa
     tuned, here = sizes["m"], problem.to_dict()["m"]
     bsp = us(here, LIBRARY_ROWS) / us(tuned, LIBRARY_ROWS)
     return bsp / (us(here, block * ranks) / us(tuned, block * ranks))
+
+
+LEAST_BETWEEN = 1.02
+"""A winner of greater sizes is taken only if it is at least this many times as fast as BSP here, should times grow with sizes."""
+
+
+def _between(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
+    """The winner of greater sizes, where BSP takes longer at smaller sizes already.
+
+    Times grow with sizes: here the config takes at most its time at the greater sizes, and BSP at least that at the smaller ones.
+    """
+    family = _current(source.index.of_family(problem.key), here)
+    sizes = {winner.problem_key: _sizes(winner.problem_key, problem) for winner in family}
+
+    def is_within(winner: IndexedWinner, *, above: bool) -> bool:
+        pairs = [(size, getattr(problem, name)) for name, size in sizes[winner.problem_key].items()]
+        return all(size >= mine if above else size <= mine for size, mine in pairs)
+
+    smaller = [winner for winner in family if is_within(winner, above=False)]
+    for winner in _by_distance(problem, [winner for winner in family if is_within(winner, above=True)]):
+        alike = [other for other in smaller if other.place.conditions.mode == winner.place.conditions.mode]
+        lower = max(alike, key=_least_of_bsp, default=None)
+        if lower is None or winner.config.variant == "bsp":
+            continue
+        least = _least_of_bsp(lower) / winner.latency_us
+        tuned, at = (", ".join(f"{name}={size}" for name, size in sizes[of.problem_key].items()) for of in (winner, lower))
+        if least >= LEAST_BETWEEN and any(_fitting(problem, here, [winner], refused, f"the winner for {tuned} does")):
+            reason = f"tuned for {tuned}, where it is {least:.2f}x faster than BSP for {at}"
+            return _tuned(winner, winner.config, "nearest", f"{source.origin}{reason}")
+    return None
+
+
+def _least_of_bsp(winner: IndexedWinner) -> float:
+    """Microseconds of BSP for a winner's problem, by the lower end of the winner's speed-up."""
+    return winner.latency_us * winner.interval_low
 
 
 def _stale(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:

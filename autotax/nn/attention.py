@@ -28,9 +28,10 @@ from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,
 )
-from autotax.nn.base import SizedModule, first_size, increment_version, nothing, remember
+from autotax.nn.base import increment_version
 from autotax.nn.fallback import PlainDecode
 from autotax.nn.groups import on_device
+from autotax.nn.sized import SizedModule, first_size, nothing, remember
 from autotax.nn.tensor_checks import (
     FREED,
     IN_OPS,

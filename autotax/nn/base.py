@@ -7,8 +7,8 @@ import copy
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
@@ -27,20 +27,15 @@ from autotax.core.settings import is_on
 from autotax.hardware import Hardware, detect
 from autotax.heap.world import World, all_or_none, together
 from autotax.nn import groups
-from autotax.nn.consensus import DTYPES, configs_for, deployed_as, require_alike
+from autotax.nn.consensus import configs_for, deployed_as, require_alike
 from autotax.nn.groups import GroupCalls, Watchdog, capturing, on_device, wait_s
-from autotax.operators import registry
 
 if TYPE_CHECKING:
     from autotax.kernels.kernel import Kernel
     from autotax.nn.prepare import Prepared
 
 P = TypeVar("P", bound=Problem)
-K = TypeVar("K")
-V = TypeVar("V")
 
-MOST_KNOWN = 4096
-"""The most sets of sizes that a module remembers. A server may bring new ones for years, such as numbers of pages."""
 increment_version: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_version
 """The function behind torch.autograd.graph.increment_version: it informs torch that a kernel has written into tensors."""
 NO_KERNELS = "kernels cannot run on these ranks: CPU ranks need TRITON_INTERPRET=1 in the environment, GPUs must not have it"
@@ -466,69 +461,6 @@ class Module(torch.nn.Module):
             warnings.warn(f"{name} takes bulk-synchronous there: {'; '.join(notes)}", RuntimeWarning, stacklevel=7)
 
 
-class SizedModule(Module):
-    """A module for calls of one varying size, such as a batch. A call uses the config of the next greater size prepared for."""
-
-    SIZE: str
-    """The field of its problems that varies."""
-    _dtype: torch.dtype
-    _asked: tuple[Any, ...]
-    """Options of the construction; the last three are conditions, a config and sizes."""
-    _most: Any
-    """The problem of the greatest size."""
-    _plain: Any
-    """The call in plain torch."""
-    _calls: dict[Any, Callable[..., Any]]
-    """Calls by their size."""
-    _known: dict[Any, Any]
-    """Calls and their checks by the shapes of tensors."""
-    _made: dict[int, list[Any]]
-    """Kernels by the sizes for which they were prepared."""
-
-    def _blank(self) -> dict[str, Any]:
-        return super()._blank() | {"_calls": {}, "_known": {}, "_made": {}, "_most": None, "_plain": None}
-
-    def _greatest(self, dtype: str) -> Any:
-        """The problem of the greatest size. Raises UsageError."""
-        raise NotImplementedError
-
-    def _make_plain(self) -> Any:
-        """The call in plain torch. Collective."""
-        raise NotImplementedError
-
-    def _make(self) -> None:
-        *_, conditions, config, sizes = self._asked
-
-        def problems_here() -> list[Any]:
-            if self._dtype not in DTYPES:
-                raise UsageError(f"dtype is {self._dtype}; allowed are {', '.join(map(str, DTYPES))}: give one of these")
-            most = self._greatest(DTYPES[self._dtype])
-            size = getattr(most, self.SIZE)
-            return [replace(most, **{self.SIZE: some}) for some in sizes_up_to(size, 1, [size] if config else sizes)]
-
-        problems, deployed = self._agreed(problems_here, conditions)
-        self._most = problems[-1]
-        self._plain = self._make_plain()
-        self._look_up(problems, deployed, config)
-
-    def _store(self, operators: list[Any], notes: list[str]) -> None:  # noqa: ARG002
-        for operator in operators:
-            self._made.setdefault(getattr(operator.problem, self.SIZE), []).append(operator)
-
-    def _of_greatest(self) -> list[Any]:
-        """Bulk-synchronous kernels, which serve every size."""
-        return [kernel for kernel in self._made.get(getattr(self._most, self.SIZE), []) if kernel.config.variant == "bsp"]
-
-    def _fitting(self, size: int) -> Callable[..., Any]:
-        """The call for a size: with the tuned config, else bulk-synchronous."""
-        bucket = next(choice for choice in self._choices if size <= getattr(choice.problem, self.SIZE))
-        kernels = self._made.get(getattr(bucket.problem, self.SIZE), []) if bucket.config else []
-        chosen = [kernel for kernel in kernels if kernel.config == bucket.config]
-        fits = (kernel.fitted(replace(self._most, **{self.SIZE: size})) for kernel in [*chosen, *self._of_greatest()])
-        call: Callable[..., Any] = next((fit for fit in fits if fit), self._plain)
-        return call
-
-
 @atexit.register
 def _let_all_go() -> None:
     """Drops the groups of all modules that were not closed."""
@@ -554,52 +486,3 @@ def require_current(device: torch.device) -> None:
             f"the module is for {device} and the current device is cuda:{groups.current_device()}; they must be the same: "
             "call torch.cuda.set_device first"
         )
-
-
-def baseline_of_greatest(pairs: list[tuple[P, Config | None]], hardware: Hardware) -> list[tuple[P, Config]]:
-    """On GPUs the bulk-synchronous config of the greatest problem."""
-    problem, _ = pairs[-1]
-    return [(problem, registry.of(problem).fallback(problem, hardware))] if hardware.on_gpu else []
-
-
-def nothing(*_: Any) -> None:
-    """An empty call."""
-
-
-def remember(memory: dict[K, V], key: K, value: V) -> V:
-    """Stores a value in a module's memory, which is cleared first when it is full. Returns the value."""
-    if len(memory) >= MOST_KNOWN:
-        memory.clear()
-    memory[key] = value
-    return value
-
-
-def first_size(tensor: Tensor) -> int:
-    return tensor.shape[0] if tensor.dim() else 0
-
-
-def several(sizes: Any) -> tuple[Any, ...]:
-    """The sizes that were given. Raises UsageError for what is no list."""
-    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
-        raise UsageError(f"sizes is {sizes!r}; it must be a list of whole numbers: give one, or none")
-    return tuple(sizes)
-
-
-def greatest_rows(max_m: Any, unit: int) -> int:
-    """The greatest number of rows up to `max_m` that the unit divides. Raises UsageError."""
-    if isinstance(max_m, bool) or not isinstance(max_m, int) or max_m < unit:
-        least = f"{unit}, the number of ranks" if unit > 1 else "1"
-        raise UsageError(f"max_m is {max_m!r}; it must be a whole number from {least}: give a greater one")
-    return max_m // unit * unit
-
-
-def sizes_up_to(most: int, step: int, sizes: Any) -> list[int]:
-    """Sizes to prepare for: step, 2 step, 4 step ... and `most`, or the given sizes and `most`."""
-    if sizes is None:
-        return sorted({step << i for i in range((most // step).bit_length())} | {most})
-    wrong = [size for size in several(sizes) if type(size) is not int or not 1 <= size <= most or size % step]
-    if wrong:
-        raise UsageError(
-            f"sizes has {', '.join(map(repr, wrong))}; a size must be a multiple of {step} from {step} to {most}: give others"
-        )
-    return sorted({*sizes, most})

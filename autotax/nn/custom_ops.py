@@ -6,7 +6,7 @@ The operators of recorded calls have a backward, which torch.compile also uses.
 With y = gather(x) @ W.T the gradient of x is reduce_scatter(dy @ W), and that of W is dy.T @ gather(x).
 With y = reduce_scatter(x @ W.T) they are gather(dy) @ W and gather(dy).T @ x.
 So each layer's backward for x is a call of a layer of the other kind, its `gradient`.
-The backward of gather + attention is the vendor's, part by part, on K and V that it gathers again.
+The backward of gather + attention is the vendor's, part by part, on K and V that it gathers again, for ragged streams too.
 
 The gradients are those of the sum of all ranks' losses, unless all ranks have the same output: see LinearAllReduce.
 """
@@ -228,7 +228,7 @@ BACKWARD = {"all_gather": _gather_backward, "reduce_scatter": _scatter_backward,
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.module = inputs
+    *tensors, ctx.lengths, ctx.module = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
 
@@ -239,7 +239,7 @@ def _fake_attention(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, 
 
 def _attention_backward(ctx: Any, d_o: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     with _once(d_o):
-        return *torch.ops.autotax.gather_attention_gradients(d_o, *ctx.saved_tensors, ctx.module), None
+        return *torch.ops.autotax.gather_attention_gradients(d_o, *ctx.saved_tensors, ctx.lengths, ctx.module), None, None
 
 
 # Collectives of a backward.
@@ -391,8 +391,8 @@ _OPERATORS: tuple[Operator, ...] = (
         None,
     ),
     (
-        f"gather_attention_recorded({_QKV}, int module) -> (Tensor, Tensor)",
-        _quietly(lambda q, k, v, module: module_of(module).run_recorded(q, k, v)),
+        f"gather_attention_recorded({_QKV}, int[]? lengths, int module) -> (Tensor, Tensor)",
+        _quietly(lambda q, k, v, lengths, module: module_of(module).run_recorded(q, k, v, lengths=lengths)),
         _fake_attention,
         (_attention_backward, _save_attention),
     ),
@@ -403,13 +403,8 @@ _OPERATORS: tuple[Operator, ...] = (
         None,
     ),
     (
-        f"gather_attention_ragged({_QKV}, int[] lengths, int module) -> (Tensor, Tensor)",
-        lambda q, k, v, lengths, module: module_of(module).run_ragged(q, k, v, lengths),
-        _fake_attention,
-        None,
-    ),
-    (
-        f"gather_attention_gradients(Tensor d_o, {_QKV}, Tensor o, Tensor lse, int module) -> (Tensor, Tensor, Tensor)",
+        f"gather_attention_gradients(Tensor d_o, {_QKV}, Tensor o, Tensor lse, int[]? lengths, int module) -> "
+        "(Tensor, Tensor, Tensor)",
         lambda *tensors_and_module: module_of(tensors_and_module[-1]).gradients(*tensors_and_module[:-1]),
         lambda _, *tensors: tuple(tensor.new_empty(tensor.shape) for tensor in tensors[:3]),
         None,

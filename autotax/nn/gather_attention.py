@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.nn import custom_ops  # noqa: F401 - registers torch.ops.autotax.*
-from autotax.nn.base import NO_OUT, remember, several
+from autotax.nn.base import NO_OUT
 from autotax.nn.consensus import DTYPES
 from autotax.nn.fallback import all_gather, reduce_scatter
 from autotax.nn.groups import capturing, on_device
+from autotax.nn.sized import remember, several
 from autotax.nn.tensor_checks import recorded, require_apart, require_no_tangent, require_recordable, require_tensor, small
 from autotax.nn.tuned import Tuned
 from autotax.operators.gather_attention import GatherAttention as Shape
@@ -131,23 +132,17 @@ class GatherAttention(Tuned):
                 vendor attends to them, and one kernel merges both outputs. There is no backward.
             lengths: The lengths of sequences that lie one after the other along the tokens of all ranks: a list, the same on all
                 ranks, that adds up to all tokens. For a batch of one and the layout "contiguous". No query sees another
-                sequence. The vendor's attention serves them. There is no backward.
+                sequence. The vendor's attention serves them, with a backward.
 
         Returns:
             The output, shaped like q, with heads of `v_dim` elements. With `return_lse` also the log-sum-exps, float32 [batch,
             q_heads, tokens]. Enqueues on the current stream of the module's device.
 
         Raises:
-            UsageError: A tensor is not allowed; nothing is enqueued.
+            UsageError: A tensor or `lengths` is not allowed; nothing is enqueued.
         """
-        if lengths is not None:
-            if out is not None or prefix is not None or (is_grad_enabled() and recorded(q, k, v)):
-                raise UsageError("lengths is given with out, prefix or gradients; it takes none: leave them out, or use no_grad")
-            if is_compiling():
-                both = torch.ops.autotax.gather_attention_ragged(q, k, v, lengths, self.handle)
-            else:
-                both = self.run_ragged(q, k, v, lengths)
-            return tuple(both) if return_lse else both[0]
+        if lengths is not None and (out is not None or prefix is not None):
+            raise UsageError("lengths is given with out or prefix; it takes neither: leave it out")
         if prefix is not None:
             if out is not None or (is_grad_enabled() and recorded(q, k, v, *prefix)):
                 raise UsageError("prefix is given with out or with gradients; it takes neither: leave it out, or use no_grad")
@@ -156,20 +151,19 @@ class GatherAttention(Tuned):
             else:
                 both = self.run_behind(q, k, v, *prefix)
             return tuple(both) if return_lse else both[0]
-        if is_grad_enabled() and recorded(q, k, v, out):
+        recording = is_grad_enabled() and recorded(q, k, v, out)
+        if recording or return_lse or lengths is not None:
             if out is not None:
-                raise UsageError(NO_OUT)
-            if not is_compiling():
+                raise UsageError(NO_OUT if recording else "out is given with return_lse, which makes both results: leave one out")
+            if recording and not is_compiling():
                 require_recordable(q=q, k=k, v=v)
                 require_no_tangent(q, k, v)
-            result, lse = torch.ops.autotax.gather_attention_recorded(q, k, v, self.handle)
-            return (result, lse) if return_lse else result
-        if return_lse:
-            if out is not None:
-                raise UsageError("out is given with return_lse, which makes both results: leave one of them out")
-            if not is_compiling():
-                return self.run_recorded(q, k, v)
-            return tuple(torch.ops.autotax.gather_attention_recorded(q, k, v, self.handle))
+                _require_lengths(lengths)  # torch would refuse them in many lines
+            if recording or is_compiling():
+                both = torch.ops.autotax.gather_attention_recorded(q, k, v, lengths, self.handle)
+            else:
+                both = self.run_recorded(q, k, v, lengths=lengths)
+            return tuple(both) if return_lse else both[0]
         if not is_compiling():
             return self.run(q, k, v, out)
         if out is None:
@@ -191,8 +185,10 @@ class GatherAttention(Tuned):
         if self._guards[2]:
             self._compare(lambda: self._described(*self._problem_of(q, k, v), out))
 
-    def run_recorded(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def run_recorded(self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """The output and its log-sum-exps, float32 [batch, q_heads, tokens]."""
+        if lengths is not None:
+            return self._run_ragged(q, k, v, lengths)
         self._compare_calls(q, k, v, None)
         problem, inputs = self._problem_of(q, k, v)
         if self._world is None:
@@ -226,7 +222,7 @@ class GatherAttention(Tuned):
                 whole = vendor.part(part, queries, keys, values, whole)
         return whole
 
-    def run_ragged(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _run_ragged(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The output and the log-sum-exps of sequences of these lengths, one after the other along the tokens of all ranks."""
         from autotax.kernels.gather_attention.vendor import Bsp, attend_ragged  # brings Triton
 
@@ -236,8 +232,7 @@ class GatherAttention(Tuned):
         problem, inputs = self._stream_of(q, k, v, lengths)
         stream, ends = self._stream(problem, tuple(lengths))
         if self._world is None:
-            library = "cpu" if self._device.type == "cpu" else "flash"
-            o, lse = attend_ragged(library, *inputs, stream.own, ends, problem.everything)
+            o, lse = attend_ragged(self._libraries[-1], *inputs, stream.own, ends, problem.everything)
             return o, lse.contiguous()
         baselines = (kernel for made in self._kernels.values() for kernel in made if isinstance(kernel, Bsp))
         baseline = next(fit for kernel in baselines if (fit := self._fitted(kernel, problem)))
@@ -263,43 +258,61 @@ class GatherAttention(Tuned):
                 f"lengths is given with a batch of {problem.batch} and the layout {problem.layout}; it takes a batch of 1 and "
                 "the layout contiguous: give such tensors, to such a module"
             )
-        whole = isinstance(lengths, Sequence) and all(isinstance(length, int) and length > 0 for length in lengths)
-        if not whole or sum(lengths) != problem.seq_len:
-            raise UsageError(
-                f"lengths is {reprlib.repr(lengths)}; it must be a list of whole numbers from 1 on that add up to the "
-                f"{problem.seq_len} tokens of all ranks: give such a list"
-            )
+        _require_lengths(lengths, problem.seq_len)
         return problem, inputs
 
-    def gradients(self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v. K and V are gathered again, and their gradients of all ranks are added up."""
+    def gradients(
+        self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lengths: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v. K and V are gathered again, and their gradients of all ranks are added up.
+
+        Args:
+            d_o: The gradient of o, shaped like it.
+            q, k, v, lengths: As `forward` takes them.
+            o: The output, [batch, tokens, q_heads, value_dim].
+            lse: The log-sum-exps, float32 [batch, q_heads, tokens].
+
+        Returns:
+            The gradients, shaped like q, k and v, of the sum of all ranks' losses.
+        """
         problem, (q, k, v) = self._problem_of(q, k, v)
         d_o, world, rank = d_o.contiguous(), self._world, self._world.rank if self._world else 0
+        library = self._library
+        parts = problem.parts(rank)
+        if lengths is not None:
+            stream, parts = self._parts_of_stream(problem, tuple(lengths))
+            library, world = self._libraries[-1], world if stream.crosses else None
         own = torch.cat((k.flatten(), v.flatten()))
-        gathered = own.new_empty(problem.world_size, len(own))
+        gathered, first = own[None], rank  # the keys of this rank alone
         with self._guards[0]:
-            if world is None:
-                gathered[0] = own
-            else:
+            if world is not None:
+                gathered, first = own.new_empty(problem.world_size, len(own)), 0
                 all_gather(gathered, own, world.data)
             sums, d_q = torch.zeros_like(gathered), torch.zeros_like(q)
             halves, sums_of_halves = (
                 [half.view(-1, *like.shape) for half, like in zip(flat.split([k.numel(), v.numel()], 1), (k, v), strict=True)]
                 for flat in (gathered, sums)
             )
-            for part in problem.parts(rank):
-                queries, keys = slice(*part.queries), slice(*part.keys)
-                of_source, values = (half[part.source] for half in halves)
-                of_queries, *of_keys = _backward(self._library, part, d_o, q, of_source, values, o, lse)
+            for part in parts:
+                queries, keys, source = slice(*part.queries), slice(*part.keys), part.source - first
+                of_source, values = (half[source] for half in halves)
+                of_queries, *of_keys = _backward(library, part, d_o, q, of_source, values, o, lse)
                 d_q[:, queries] += of_queries
                 for total, of_part in zip(sums_of_halves, of_keys, strict=True):
-                    total[part.source, :, keys] += of_part
+                    total[source, :, keys] += of_part
             if world is None:
                 own = sums[0]
             else:
                 reduce_scatter(own, sums.view(-1), world.data)
         d_k, d_v = own.split([k.numel(), v.numel()])
         return d_q, d_k.view(k.shape).clone(), d_v.view(v.shape).clone()
+
+    def _parts_of_stream(self, problem: Shape, lengths: tuple[int, ...]) -> tuple[Stream, list[Part]]:
+        """A stream as this rank attends to it, and its parts for the backward: one for each of the rank's own sequences first."""
+        stream, _ = self._stream(problem, lengths)
+        how = problem.everything._replace(source=self._world.rank if self._world else 0)
+        own = [how._replace(queries=tokens, keys=tokens) for tokens in pairwise(accumulate(stream.own, initial=0))]
+        return stream, [*own, *stream.parts]
 
     def _recorder(self, problem: Shape, chosen: Any) -> Any:
         """The kernel for calls that torch records: the chosen one if it has log-sum-exps, else the baseline."""
@@ -340,11 +353,27 @@ class GatherAttention(Tuned):
         return out.copy_(o)
 
     @property
+    def _libraries(self) -> list[str]:
+        """Whose attention there is; the last one has windows and takes sequences of any lengths."""
+        on_amd = torch.version.hip is not None
+        return [str(name) for name in LIBRARIES["cpu" if self._device.type == "cpu" else "rocm" if on_amd else "cuda"]]
+
+    @property
     def _library(self) -> str:
         """Whose attention the backward uses, and one rank alone."""
-        on_amd = torch.version.hip is not None
-        libraries = LIBRARIES["cpu" if self._device.type == "cpu" else "rocm" if on_amd else "cuda"]
-        return str(libraries[-1 if self._most.window else 0])
+        return self._libraries[-1 if self._most.window else 0]
+
+
+def _require_lengths(lengths: Sequence[int] | None, tokens: int | None = None) -> None:
+    """Raises UsageError unless `lengths` is a list of lengths, which add up to `tokens` if that is given; None passes."""
+    if lengths is None:
+        return
+    whole = isinstance(lengths, Sequence) and all(isinstance(length, int) and length > 0 for length in lengths)
+    if not whole or tokens not in (None, sum(lengths)):
+        raise UsageError(
+            f"lengths is {reprlib.repr(lengths)}; it must be a list of whole numbers from 1 on that add up to the "
+            f"{f'{tokens} ' if tokens else ''}tokens of all ranks: give such a list"
+        )
 
 
 def _merge(whole: tuple[Tensor, Tensor], more: tuple[Tensor, Tensor], queries: slice) -> None:

@@ -22,21 +22,11 @@ from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.heap.world import World
 from autotax.nn import custom_ops, groups  # noqa: F401 - custom_ops registers torch.ops.autotax.*
-from autotax.nn.base import (
-    NO_OUT,
-    Group,
-    Module,
-    SizeChoice,
-    Unknown,
-    greatest_rows,
-    increment_version,
-    nothing,
-    remember,
-    sizes_up_to,
-)
+from autotax.nn.base import NO_OUT, Group, Module, SizeChoice, Unknown, increment_version
 from autotax.nn.consensus import DTYPES, invariant_config, wants_invariance
 from autotax.nn.groups import on_device
 from autotax.nn.scaled_linear import made_for
+from autotax.nn.sized import greatest_rows, nothing, remember, sizes_up_to
 from autotax.nn.tensor_checks import (
     FREED,
     PLAIN,

@@ -18,14 +18,14 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.hardware import Hardware
 from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,
 )
-from autotax.nn.base import SizedModule, baseline_of_greatest, increment_version, nothing, remember
+from autotax.nn.base import increment_version
 from autotax.nn.fallback import PlainMerge
 from autotax.nn.groups import on_device
+from autotax.nn.sized import SizedModule, nothing, remember
 from autotax.nn.tensor_checks import (
     FREED,
     VECTOR_BYTES,
@@ -112,10 +112,6 @@ class DecodeMerge(SizedModule):
         """Heads whose output this rank gets."""
         _, heads, _, output, *_ = self._asked
         return heads // self.world_size if output == "head_scatter" else heads
-
-    def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
-        """One bulk-synchronous kernel serves every size."""
-        return baseline_of_greatest(pairs, hardware)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         """Other numbers of tokens and other strides of LSE need no further compilation."""

@@ -19,15 +19,15 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.hardware import Hardware
 from autotax.heap.world import together
 from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,
 )
-from autotax.nn.base import NO_BACKWARD, SizedModule, baseline_of_greatest, increment_version, nothing, remember
+from autotax.nn.base import NO_BACKWARD, increment_version
 from autotax.nn.fallback import PlainNorm
 from autotax.nn.groups import on_device
+from autotax.nn.sized import SizedModule, nothing, remember
 from autotax.nn.tensor_checks import (
     active_modes,
     ordinal_of,
@@ -115,10 +115,6 @@ class AllReduceNorm(SizedModule):
         plain_norm = PlainNorm(self._world, self._most, self._device)
         self._ordinal, self._alone = ordinal_of(self._device), plain_norm.alone
         return plain_norm
-
-    def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
-        """One bulk-synchronous kernel serves every size."""
-        return baseline_of_greatest(pairs, hardware)
 
     def _store(self, operators: list[Any], notes: list[str]) -> None:
         super()._store(operators, notes)

@@ -22,10 +22,11 @@ from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, ceil_div
 from autotax.hardware import Hardware
 from autotax.nn import custom_ops
-from autotax.nn.base import NO_OUT, Module, greatest_rows, increment_version, module_of, remember, sizes_up_to
+from autotax.nn.base import NO_OUT, Module, increment_version, module_of
 from autotax.nn.fallback import PlainScaled
 from autotax.nn.groups import on_device
 from autotax.nn.norm import AllReduceNorm, held, norm_behind
+from autotax.nn.sized import greatest_rows, remember, sizes_up_to
 from autotax.nn.tensor_checks import (
     addend,
     aligned,

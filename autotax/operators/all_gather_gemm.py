@@ -164,9 +164,9 @@ def bound(problem: AllGatherGemm, hardware: Hardware, _: Rates) -> dict[str, flo
 
 
 _KERNELS, _SPACES = "autotax.kernels.all_gather_gemm", "autotax.spaces.all_gather_gemm"
-operator.traits = _SPACES
-operator.roofline = f"{_SPACES}:base_us"
-
+_ROLES = f"{_SPACES}_roles"
+operator.traits = "autotax.spaces.gemm_traits"
+operator.roofline = f"{operator.traits}:base_us"
 
 
 def _uncut(problem: AllGatherGemm, config: Config) -> bool:
@@ -184,18 +184,18 @@ operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:
 operator.variant("scaled_decomposed", f"{_KERNELS}.decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
 operator.variant("scaled_packets", f"{_KERNELS}.push_packets:ScaledPackets", f"{_SPACES}:scaled_packets")
 operator.variant(
-    "scaled_specialized", f"{_KERNELS}.scaled_specialized:ScaledSpecialized", f"{_SPACES}:scaled_specialized", leaves="inbox"
+    "scaled_specialized", f"{_KERNELS}.scaled_specialized:ScaledSpecialized", f"{_ROLES}:scaled_specialized", leaves="inbox"
 )
 operator.variant(
-    "scaled_push_words", f"{_KERNELS}.scaled_specialized:ScaledPushWords", f"{_SPACES}:scaled_push_words", leaves="landing"
+    "scaled_push_words", f"{_KERNELS}.scaled_specialized:ScaledPushWords", f"{_ROLES}:scaled_push_words", leaves="landing"
 )
 operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}:copy_engine", invariant=_uncut)
 operator.variant("pull", f"{_KERNELS}.pull:Pull", f"{_SPACES}:pull", role="ladder")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push", leaves="inbox", invariant=_uncut)
 operator.variant(
-    "push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized", leaves="inbox"
+    "push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_ROLES}:push_specialized", leaves="inbox"
 )
-operator.variant("push_words", f"{_KERNELS}.push_words:PushWords", f"{_SPACES}:push_words", leaves="landing")
+operator.variant("push_words", f"{_KERNELS}.push_words:PushWords", f"{_ROLES}:push_words", leaves="landing")
 operator.variant("push_packets", f"{_KERNELS}.push_packets:PushPackets", f"{_SPACES}:push_packets", leaves="whole")
 operator.variant(
     "push_two_kernel",

@@ -376,6 +376,7 @@ _KERNELS, _SPACES = "autotax.kernels.gather_attention", "autotax.spaces.gather_a
 
 operator.variant("bsp", f"{_KERNELS}.vendor:Bsp", f"{_SPACES}:bsp", role="baseline")
 operator.variant("decomposed", f"{_KERNELS}.vendor:Decomposed", f"{_SPACES}:decomposed")
+operator.variant("ring", f"{_KERNELS}.ring:Ring", f"{_SPACES}:ring")
 operator.variant("heads", f"{_KERNELS}.vendor:Heads", f"{_SPACES}:heads")
 operator.variant("copy_engine", f"{_KERNELS}.push_specialized:CopyEngine", f"{_SPACES}:copy_engine")
 operator.variant("push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized")

@@ -1,4 +1,4 @@
-"""Search spaces: one module per operator, one function per variant. The operator's declaration lists its variants."""
+"""Search spaces: a module per operator, or two; one function per variant. The operator's declaration lists its variants."""
 
 from __future__ import annotations
 

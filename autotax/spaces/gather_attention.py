@@ -33,6 +33,11 @@ def decomposed(problem: GatherAttention, hardware: Hardware) -> VariantSpace | N
     return _by_library("decomposed", problem, hardware) if problem.world_size > 1 else None
 
 
+def ring(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
+    """None for one rank, and for two, which `decomposed` serves alike."""
+    return _by_library("ring", problem, hardware) if problem.world_size > 2 else None
+
+
 def heads(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
     """None where the ranks do not divide the heads."""
     divided = problem.kv_heads % problem.world_size == 0

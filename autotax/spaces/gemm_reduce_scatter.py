@@ -1,32 +1,21 @@
-"""Search spaces of GEMM + Reduce-Scatter, one function per variant; before them what they share.
-
-A rank computes as many tiles as in All-Gather + GEMM with the same sizes, in shards of the same height. So tile parameters and
-resource limits come from `spaces.all_gather_gemm`.
-"""
+"""Search spaces of GEMM + Reduce-Scatter, one function per variant; before them what they share beside `spaces.gemm_tiles`."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 from autotax.core.config import Config, Value
 from autotax.core.problem import ITEM_SIZES, ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import LINK_GBPS, Hardware
-from autotax.kernels.tiling import MOST_RANKS
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.scaled import as_words
-from autotax.spaces import all_gather_gemm as gemm
-from autotax.spaces import scaled
-from autotax.spaces.all_gather_gemm import (
-    LEAST_HALF,
-    PUSH_SPECIALIZED_STAGES,
-    comm_programs,
-    order_parameters,
-    push_specialized_shared_bytes,
-)
-from autotax.spaces.all_gather_gemm import time_of as gemm_time_of
+from autotax.spaces import gemm_roles, gemm_traits, scaled
+from autotax.spaces import gemm_tiles as gemm
 
 USUAL_GBPS = 300.0
 """Assumed link bandwidth of unknown devices: an order of magnitude is enough to rank tiles."""
@@ -96,19 +85,20 @@ def constraints(problem: GemmReduceScatter, hardware: Hardware) -> tuple[Constra
 
 def base_us(problem: GemmReduceScatter) -> float:
     """The maximum of the times of GEMM, links and memory, and the start, as for All-Gather + GEMM; the links carry sums."""
+    return max(gemm_traits.base_us(gathered(problem)), gemm_traits.START_US + _links_us(problem, problem.item_size))
+
+
+def _links_us(problem: GemmReduceScatter, item_size: int) -> float:
     rounds = 2 if problem.output == "replicated" else 1
-    sent = rounds * (problem.world_size - 1) * problem.shard_rows * problem.n * problem.item_size
-    return max(gemm.base_us(gathered(problem)), gemm.START_US + sent / (gemm.LINK_GBPS * 1e3))
+    return gemm_traits.links_us(rounds * (problem.world_size - 1) * problem.shard_rows * problem.n * item_size)
 
 
 def traits(problem: GemmReduceScatter, hardware: Hardware, config: Config) -> dict[str, float]:
     """Feature values by name: those of the tiles, of the sums that travel, and of the programs that add."""
-    values, base = config.values, base_us(problem)
-    rounds = 2 if problem.output == "replicated" else 1
+    values = config.values
     item = 4 if values.get("payload") == "fp32" else ITEM_SIZES[problem.out_dtype]
-    sent = rounds * (problem.world_size - 1) * problem.shard_rows * problem.n * item
-    return gemm.traits(gathered(problem), hardware, config) | {
-        "links_share": sent / (gemm.LINK_GBPS * 1e3) / base,
+    return gemm_traits.traits(gathered(problem), hardware, config) | {
+        "links_share": _links_us(problem, item) / base_us(problem),
         "adders_share": int(values.get("adders", 0)) / hardware.processors,
     }
 
@@ -193,7 +183,7 @@ def scaled_decomposed(problem: GemmReduceScatter, hardware: Hardware) -> Variant
 def scaled_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
     """Few rows, with a product of Triton's."""
     rows = problem.world_size * problem.shard_rows
-    if problem.dtype != "e4m3" or rows > MOST_ROWS:
+    if problem.dtype != "e4m3" or rows > gemm.MOST_ROWS:
         return None
     shots: tuple[Value, ...] = ("one", "two") if problem.output == "replicated" and problem.world_size > 1 else ("one",)
     payload: tuple[Value, ...] = (problem.result, "fp32")
@@ -214,7 +204,7 @@ def decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace |
 
 def _decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
     """A single GEMM for all ranks stores to one place only, so its result is sent afterwards."""
-    comms = comm_programs(hardware)
+    comms = gemm.comm_programs(hardware)
     many = min(16, comms[-1])
     parameters: dict[str, tuple[Value, ...]] = {
         "products": ("each", "halves", "one"),
@@ -227,7 +217,7 @@ def _decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
         ("each", "kernel", many),
         ("one", "kernel", many),
     ]
-    if problem.shard_rows >= 2 * LEAST_HALF:
+    if problem.shard_rows >= 2 * gemm.LEAST_HALF:
         seeds[1:1] = [("halves", "engine", comms[0])]
     constraints = (
         Constraint(
@@ -284,13 +274,6 @@ BLOCKS_M, BLOCKS_N = (64, 128), (128, 256)
 """Rows for one or two warp groups, and columns for one or two parts."""
 
 
-def have_roles(problem: GemmReduceScatter, hardware: Hardware) -> bool:
-    """Whether the warp-specialized GEMM applies: it needs Hopper's instructions, and TMA for all matrices."""
-    aligned = problem.item_size == 2 and problem.k % 8 == 0 and problem.n % 8 == 0
-    supported = problem.weight == "nk" and problem.output == "scattered"
-    return aligned and supported and hardware.target == "cuda:90" and problem.world_size <= MOST_RANKS
-
-
 def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
     """Only for a scattered output of 16 bits and weights [n, k]; None elsewhere."""
     return _specialized("push_specialized", problem, hardware, lambda _m, _n: True)
@@ -308,18 +291,14 @@ def _specialized(
     variant: str, problem: GemmReduceScatter, hardware: Hardware, suits: Callable[[int, int], bool]
 ) -> VariantSpace | None:
     """A warp-specialized GEMM of tiles that it `suits`."""
-    if not have_roles(problem, hardware):
+    if problem.output != "scattered" or not gemm_roles.have_roles(problem, hardware):
         return None
-
-    def fits(m: int, n: int, stages: int) -> bool:
-        return push_specialized_shared_bytes(m, n, stages, boxes=0) <= hardware.shared_memory
-
-    like = gathered(problem)
-    orders = order_parameters(like)["order"]
+    like, fits = gathered(problem), partial(gemm_roles.fits, hardware)
+    orders = gemm.order_parameters(like)["order"]
     parameters: dict[str, tuple[Value, ...]] = {
         "block_m": BLOCKS_M,
         "block_n": BLOCKS_N,
-        "num_stages": PUSH_SPECIALIZED_STAGES,
+        "num_stages": gemm_roles.STAGES,
         "group_m": (1, 4, 8),
         "order": orders,
     }
@@ -328,26 +307,17 @@ def _specialized(
         Constraint(("block_m", "block_n", "num_stages"), fits, "the pipeline does not fit in shared memory"),
     )
     sizes = (tile for tile in itertools.product(BLOCKS_M, BLOCKS_N) if suits(*tile))
-    tiles = sorted(sizes, key=lambda tile: gemm_time_of(like, hardware.processors, *tile))
+    tiles = sorted(sizes, key=lambda tile: gemm_roles.time_of(like, hardware.processors, *tile))
     ways = list(itertools.product((8, 4), orders[::-1]))
     # Every tile comes up: the estimate does not know how well a tile hides the transfers.
     points = [*itertools.product(tiles[:2], ways), *((tile, ways[0]) for tile in tiles[2:])]
     seeds = [
-        Config.of(
-            variant,
-            block_m=m,
-            block_n=n,
-            num_stages=max(stages for stages in PUSH_SPECIALIZED_STAGES if fits(m, n, stages)),
-            group_m=group,
-            order=order,
-        )
+        Config.of(variant, block_m=m, block_n=n, num_stages=gemm_roles.most_stages(hardware, m, n), group_m=group, order=order)
         for (m, n), (group, order) in points
     ]
     return VariantSpace(variant, parameters, constraints, tuple(seeds))
 
 
-MOST_ROWS = 256
-"""Most rows of C. With more, eight bytes for each four or two bytes of data cost more than flags."""
 MOST_BLOCK_M = 64
 ONE_SHOT_BYTES = 2 << 20
 """Seeds start with one trip if a rank sends at most this many bytes in it, else with two."""
@@ -356,7 +326,7 @@ ONE_SHOT_BYTES = 2 << 20
 def words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
     """None for many rows."""
     rows = problem.world_size * problem.shard_rows
-    if rows > MOST_ROWS or problem.dtype == "e4m3":
+    if rows > gemm.MOST_ROWS or problem.dtype == "e4m3":
         return None
     tiles = parameters(problem, hardware)
     high = min(MOST_BLOCK_M, power_of_two(max(16, rows)))
@@ -368,30 +338,17 @@ def words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None
         "num_stages": (2, 3, 4, 5, 6, 8) if hardware.on_gpu else (2,),
         "group_m": (1, 8),
         "loads": tiles["loads"],
-        "splits": _splits(problem, hardware),
+        "splits": gemm.splits_of(ceil_div(problem.k, 128), hardware),
         "payload": tiles["payload"],
         "shots": ("one", "two") if problem.output == "replicated" and problem.world_size > 1 else ("one",),
     }
-    registers, tile, *_ = gemm.tile_constraints(gathered(problem), hardware)
-    left = Constraint(
-        ("block_m", "block_n", "splits"),
-        lambda m, n, splits: splits == 1 or _tiles(problem, m, n) % hardware.processors != 0,
-        "the tiles fill whole waves, so that none is left to cut",
-    )
+    product = replace(gathered(problem), m=rows if problem.output == "scattered" else problem.m, world_size=1)
+    registers, pipeline, *_ = gemm.tile_constraints(product, hardware)
+    left, _ = gemm.split_constraints(product, hardware)
     sent = (problem.world_size - 1) * problem.m * problem.n * problem.item_size * 2
     shots = allowed["shots"] if sent <= ONE_SHOT_BYTES else allowed["shots"][::-1]
     # Tiles with all the rows, narrow or split along K so that every processor reads a share of B.
     firsts: list[dict[str, Value]] = [{"block_m": high, "shots": shot} for shot in shots]
     shapes = ((64, 128, 5, 4), (32, 128, 6, 4), (128, 64, 5, 4), (64, 64, 8, 4), (64, 128, 3, 4))
-    space = VariantSpace("words", allowed, (registers, tile, left))
-    return gemm.with_narrow_tiles(space, hardware, lambda m, n: _tiles(problem, m, n), shapes, firsts, shallower=False)
-
-
-def _tiles(problem: GemmReduceScatter, block_m: int, block_n: int) -> int:
-    rows = problem.world_size * problem.shard_rows if problem.output == "scattered" else problem.m
-    return ceil_div(rows, block_m) * ceil_div(problem.n, block_n)
-
-
-def _splits(problem: GemmReduceScatter, hardware: Hardware) -> tuple[Value, ...]:
-    blocks = ceil_div(problem.k, 128)
-    return tuple(s for s in ((1, 2, 3, 4, 6, 8) if hardware.on_gpu else (1, 2, 3)) if s <= blocks)
+    space = VariantSpace("words", allowed, (registers, pipeline, left))
+    return gemm.with_narrow_tiles(space, hardware, partial(gemm.count_tiles, product), shapes, firsts, shallower=False)

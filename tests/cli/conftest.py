@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -135,6 +136,8 @@ class Ranks:
     """Stands in for LiveRunner; `started` are the world sizes, in order."""
 
     started: list[int] = field(default_factory=list)
+    start_s: float = 0
+    """What the start takes."""
     closed: int = 0
     expected: list[Problem] = field(default_factory=list)
 
@@ -146,6 +149,7 @@ class Ranks:
     def environment(self) -> Environment:
         if self.world_size not in self.started:
             self.started.append(self.world_size)
+            time.sleep(self.start_s)
         return environment("cpu")
 
     def expect(self, problem: Problem, configs: Sequence[Config], later: Sequence[Config] = ()) -> int:
@@ -164,6 +168,8 @@ class Tuner:
     asked: list[tuple[Problem, Settings]] = field(default_factory=list)
     proven: list[tuple[Problem, tuple[Config, ...], Settings]] = field(default_factory=list)
     compared: list[tuple[Problem, Config, Config]] = field(default_factory=list)
+    spent_s: list[float] = field(default_factory=list)
+    """The seconds of each problem's limit that were over when its search began."""
     conditions: list[Conditions] = field(default_factory=list)
     """The conditions of each comparison."""
     choices: dict[str, Choice] = field(default_factory=dict)
@@ -187,6 +193,7 @@ class Tuner:
     ) -> Verdict:
         assert runner.hardware == hardware
         self.asked.append((problem, settings))
+        self.spent_s.append(0 if began is None else time.monotonic() - began)
         keep_run(store, problem, hardware, environment)
         push, bsp = measured(PUSH, 80.0), measured(BSP, 100.0)
         listener.notice("rank 1 is slow")

@@ -69,6 +69,18 @@ def test_timeouts(run: Run, tuner: Tuner, text: str, seconds: float) -> None:
     assert tuner.asked[0][1].timeout_s == seconds
 
 
+def test_the_first_of_several_problems_does_not_pay_for_the_start_of_the_ranks(
+    run: Run, ranks: Ranks, tuner: Tuner, tmp_path: Path
+) -> None:
+    ranks.start_s = 0.5
+    shapes = tmp_path / "two.toml"
+    shapes.write_text("all-gather-gemm = [{m = 64, n = 96, k = 64}, {m = 128, n = 96, k = 64}]")
+    assert run("tune", "--shapes", shapes, "--timeout", "20s").code == 0
+    assert len(tuner.spent_s) == 2 and max(tuner.spent_s) < 0.5, "the limit is one of each problem"
+    ranks.started.clear()
+    assert run("tune", *GEMM, "--timeout", "20s").code == 0 and tuner.spent_s[-1] >= 0.5, "the limit is one of the command"
+
+
 @pytest.mark.usefixtures("tuner")
 def test_tune_ends_with_the_finalists_against_bsp(run: Run) -> None:
     result = run("tune", *GEMM)

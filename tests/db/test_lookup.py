@@ -97,7 +97,8 @@ def test_hardware_may_be_given(db: Path) -> None:
         (replace(PROBLEM, m=400), [390, 512], 390),
         (replace(PROBLEM, m=512), [384, 385], 385),
         (replace(PROBLEM, m=420), [400, 441], 441),  # both 1.05x away: the larger
-        (replace(PROBLEM, m=512), [384, 513], None),
+        (replace(PROBLEM, m=512), [384], None),
+        (replace(PROBLEM, m=512), [513], None),
         (replace(PROBLEM, m=384), [385], None),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -11,9 +12,10 @@ import pytest
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem, ceil_div
-from autotax.db.index import Index, IndexedWinner, bucket
-from autotax.db.lookup import LEAST_EXPECTED, answer
-from autotax.db.records import Place
+from autotax.db import shipped
+from autotax.db.index import Index, IndexedWinner, bucket, bucket_key, family_key
+from autotax.db.lookup import LEAST_EXPECTED, Answer, answer
+from autotax.db.records import Place, WinnerRecord, same_kernel
 from autotax.db.shipped import Source
 from autotax.operators import of
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
@@ -39,9 +41,9 @@ def high(problem: Problem) -> Config:
     return config if config in space else space.default("push")
 
 
-def winner(problem: Problem, config: Config, speedup: float) -> IndexedWinner:
-    digest = variant_digest(problem.op, config.variant)
-    return IndexedWinner(problem.key, HERE, digest, json.dumps(config.to_dict()), speedup, speedup, speedup, False, 1)
+def winner(problem: Problem, config: Config, speedup: float, us: float = math.nan, place: Place = HERE) -> IndexedWinner:
+    digest, text = variant_digest(problem.op, config.variant), json.dumps(config.to_dict())
+    return IndexedWinner(problem.key, place, digest, text, speedup, speedup, speedup, False, 1, us)
 
 
 def winners(problem: Problem, speedup: float) -> Source:
@@ -92,3 +94,44 @@ def test_the_first_trials_try_several_seeds_of_every_variant(problem: Problem, m
     first = Counter(seed.variant for seed in space.seeds()[:30])
     for name, variant in space.variants.items():
         assert first[name] >= min(2, len({seed for seed in variant.seeds if seed in space})), name
+
+
+def between(m: int, *known: IndexedWinner) -> Answer:
+    return answer(replace(GEMMS[2], m=m), HERE, [Source(Index(known))], allow_stale=False)  # type: ignore[type-var]
+
+
+def test_a_winner_of_more_rows_serves_where_bsp_takes_longer_for_fewer_already() -> None:
+    few, many = (replace(GEMMS[2], m=m) for m in (4, 64))  # type: ignore[type-var]
+    own, config = (space_for(problem, H200).default("words") for problem in (few, many))
+    less, enough = winner(few, own, 1.5, 20.0), winner(many, config, 1.1, 29.0)  # BSP takes 30 us for 4 rows
+    found = between(40, less, enough)
+    assert (found, found.match, found.from_problem) == (config, "nearest", many.key)
+    assert "tuned for m=64, where it is 1.03x faster than BSP for m=4" in found.reason
+    assert between(4, less, enough).from_problem == few.key and between(64, less, enough).from_problem == many.key
+    assert "does not fit: block_m is 64; allowed are 16, 32" in between(24, less, enough).reason
+    assert between(40, less, winner(many, config, 1.1, 29.5)).match == "fallback", "1.017x is too little"
+    assert between(40, enough).match == between(40, less).match == between(96, less, enough).match == "fallback"
+    in_graphs = replace(HERE, conditions=replace(HERE.conditions, mode="graph"))
+    assert between(40, less, winner(many, config, 1.1, 29.0, in_graphs)).match == "fallback", "times of two kinds"
+    assert between(40, less, winner(many, space_for(many, H200).default("bsp"), 1.0, 25.0)).match == "fallback"
+    assert between(40, winner(few, own, 1.5), enough).match == "fallback", "its time is not known"
+
+
+def test_no_winner_that_ships_contradicts_those_of_greater_and_smaller_sizes() -> None:
+    """Without a winner of its own a problem takes that of more rows, whose time is less than that measured of BSP here."""
+    alike: dict[tuple[str, Place], list[WinnerRecord]] = {}
+    for known in shipped.winners():
+        if len(known.problem.varying()) == 1 and same_kernel(known):
+            alike.setdefault((family_key(known.problem.key), known.place), []).append(known)
+    served = 0
+    for (_, place), family in alike.items():
+        times = {known.problem.key: known.latency_us for known in family}
+        for known in family:
+            problem, of_bsp = known.problem, known.latency_us * known.speedup
+            others = [other for other in family if bucket_key(other.problem.key) != bucket_key(problem.key)]
+            index = Index([winner(other.problem, other.config, other.interval_low, other.latency_us, place) for other in others])
+            found = answer(problem, place, [Source(index)], allow_stale=False)
+            if found.from_problem:
+                served += 1
+                assert of_bsp / times[found.from_problem] >= LEAST_EXPECTED, (problem, found)
+    assert served > 40

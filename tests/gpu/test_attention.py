@@ -13,7 +13,7 @@ from autotax.nn import GatherAttention
 from autotax.operators.problems import GatherAttention as Problem
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from tests.nn.test_gather_attention import HEADS, KV_HEADS, LIMIT, SIZES, calls, drawn, far, own, right, seen, stream
+from tests.nn.test_gather_attention import HEADS, KV_HEADS, LIMIT, SIZES, calls, drawn, far, of_each, own, right, seen, stream
 
 VARIANTS = ("bsp", "decomposed", "heads", "copy_engine", "push_specialized", "push")
 
@@ -111,8 +111,6 @@ def replayed_stream(world: World) -> list[float]:
     """Deviations of a ragged call with windows in a graph that is replayed with other inputs."""
     (dim, tokens), lengths = SIZES["cuda"], [300, 1, 723]
     module = GatherAttention(KV_HEADS, HEADS, dim, tokens, window=200, device=world.device)
-    number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(world.device)
-    mask = seen(tokens, True, 200, world.device) & (number[:, None] == number)
     whole = drawn(tokens, dim, world.device, batch=1)
     static = [own(world, tensor, "contiguous") for tensor in whole[:3]]
     module(*static, lengths=lengths)
@@ -126,7 +124,7 @@ def replayed_stream(world: World) -> list[float]:
         for tensor, values in zip(static, whole, strict=False):
             tensor.copy_(own(world, values, "contiguous"))
         graph.replay()
-        found.append(far(world, [out], right(whole, mask)[:1], "contiguous"))
+        found.append(far(world, [out], of_each(lengths, whole, True, 200)[0][:1], "contiguous"))
     module.close()
     return found
 

@@ -15,7 +15,7 @@ from autotax.kernels.context import Context
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.spaces import space_for
-from autotax.spaces.all_gather_gemm import MOST_SPILLS, spilled_on_amd
+from autotax.spaces.gemm_tiles import MOST_SPILLS, spilled_on_amd
 from tests.kernels.compilers import Compilers
 from tests.kernels.compilers import compilers as pool_of_compilers
 from tests.volume import volume

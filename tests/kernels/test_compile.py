@@ -44,7 +44,7 @@ from autotax.operators.problems import (
 from autotax.operators.verification import make_inputs
 from autotax.software import triton_version
 from autotax.spaces import space_for
-from autotax.spaces.all_gather_gemm import push_specialized_shared_bytes, push_words_shared_bytes
+from autotax.spaces.gemm_roles import shared_bytes
 from tests.kernels.compilers import Compilers
 from tests.kernels.compilers import compilers as pool_of_compilers
 from tests.spaces.drawing import drawn, ways_to_exchange
@@ -486,7 +486,7 @@ def test_warps_with_roles_take_no_more_shared_memory_than_is_counted(compilers: 
     config = Config.of("push_specialized", usual | {"block_m": 64, "block_n": 80, "num_stages": 8, "k_groups": 32})
     assert config in space_for(problem, known_hardware("cuda:90"))
     (kernel,) = compilers.submit(_compile, "cuda:90", problem, config).result()
-    assert kernel.shared <= push_specialized_shared_bytes(64, 80, 8, boxes=1)
+    assert kernel.shared <= shared_bytes(64, 80, 8, boxes=1)
 
 
 def test_few_rows_take_no_more_shared_memory_than_is_counted(compilers: Compilers) -> None:
@@ -494,7 +494,7 @@ def test_few_rows_take_no_more_shared_memory_than_is_counted(compilers: Compiler
     config = Config.of("push_words", block_m=16, block_n=64, block_k=64, num_stages=20, k_groups=8)
     assert config in space_for(problem, known_hardware("cuda:90"))
     (kernel,) = compilers.submit(_compile, "cuda:90", problem, config).result()
-    assert kernel.shared <= push_words_shared_bytes(16, 64, 64, 20)
+    assert kernel.shared <= shared_bytes(16, 64, 20, block_k=64)
 
 
 @pytest.fixture(scope="module", params=["resident", "compact"])

@@ -78,6 +78,14 @@ def right_lse(tensors: list[Tensor], mask: Tensor) -> Tensor:
     return scores.masked_fill(~mask, -torch.inf).logsumexp(3).transpose(1, 2)
 
 
+def of_each(lengths: list[int], tensors: list[Tensor], causal: bool, window: int = 0) -> tuple[list[Tensor], Tensor]:
+    """The results of `right` and `right_lse` for sequences of these lengths, each by itself."""
+    shards = [list(shard) for shard in zip(*(tensor.split(lengths, 1) for tensor in tensors), strict=True)]
+    masks = [seen(length, causal, window, tensors[0].device) for length in lengths]
+    results, lses = ([one(*both) for both in zip(shards, masks, strict=True)] for one in (right, right_lse))
+    return [torch.cat(parts, 1) for parts in zip(*results, strict=True)], torch.cat(lses, 1)
+
+
 def far(world: World, results: list[Any], expected: list[Tensor], layout: str) -> float:
     """The greatest deviation, relative to the greatest number of each tensor. Gradients of queries with one key are zero."""
     pairs = [(result, own(world, whole, layout)) for result, whole in zip(results, expected, strict=True)]
@@ -176,28 +184,46 @@ def test_windows_and_heads_of_two_sizes_are_those_of_dense_attention(
         assert max(found) < LIMIT, found
 
 
-@pytest.mark.parametrize(("layout", "window"), [("contiguous", 40), ("zigzag", 5), *volume(("contiguous", 1), ("zigzag", 23))])
-def test_windows_on_four_ranks(four: Ranks, layout: str, window: int) -> None:
-    for found in four.run(calls, layout, "causal", "decomposed", window, timeout=200):
+ON_FOUR = [
+    ("contiguous", "causal", "decomposed", 40),
+    ("contiguous", "none", "ring", 0),
+    ("zigzag", "causal", "ring", 5),
+    *volume(
+        ("contiguous", "causal", "decomposed", 1),
+        ("contiguous", "causal", "ring", 40),
+        ("zigzag", "causal", "decomposed", 23),
+        ("zigzag", "causal", "ring", 0),
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "mask", "variant", "window"), ON_FOUR)
+def test_four_ranks_attend_to_the_keys_of_all(four: Ranks, layout: str, mask: str, variant: str, window: int) -> None:
+    for found in four.run(calls, layout, mask, variant, window, timeout=200):
         assert max(found) < LIMIT, found
 
 
 def stream(world: World, lengths: list[int], causal: bool, window: int = 0, dims: tuple[int, int] | None = None) -> list[float]:
-    """Deviations of the outputs and log-sum-exps of sequences of these lengths, of calls, compiled or not."""
+    """Deviations of the outputs, log-sum-exps and gradients of sequences of these lengths, of calls, compiled or not."""
     dim, v_dim = dims or (SIZES[world.device.type][0], 0)
     tokens = sum(lengths)
     more = {"causal": causal, "window": window, "v_dim": v_dim}
     module = GatherAttention(KV_HEADS, HEADS, dim, 2 * tokens, max_batch=2, device=world.device, **more)  # type: ignore[arg-type]
     tensors = drawn(tokens, dim, world.device, v_dim, batch=1)
-    number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(world.device)
-    mask = seen(tokens, causal, window, world.device) & (number[:, None] == number)
-    expected = [right(tensors, mask)[0], right_lse(tensors, mask)]
-    q, k, v = (own(world, tensor, "contiguous") for tensor in tensors[:3])
+    expected, lse_of_all = of_each(lengths, tensors, causal, window)
+    q, k, v, d_o = (own(world, tensor, "contiguous") for tensor in tensors)
     call = lambda *given: module(*given, lengths=lengths, return_lse=True)  # noqa: E731
     torch.compiler.reset()
-    results = [call(q, k, v), torch.compile(call, backend="aot_eager", fullgraph=True)(q, k, v)]
-    assert torch.equal(module(q, k, v, lengths=lengths), results[0][0])
-    found = [far(world, [o, lse.transpose(1, 2)], expected, "contiguous") for o, lse in results]
+    found, outputs = [], []
+    for one in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        o, lse = one(q, k, v)
+        leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+        recorded, _ = one(*leaves)
+        recorded.backward(d_o)
+        results = [o, *(leaf.grad for leaf in leaves), lse.transpose(1, 2)]
+        found.append(far(world, results, [*expected, lse_of_all], "contiguous"))
+        outputs += [o, recorded.detach()]
+    assert all(torch.equal(module(q, k, v, lengths=lengths), o) for o in outputs)
     module.close()
     return found
 
@@ -209,14 +235,16 @@ STREAMS: list[tuple[list[int], bool, int, tuple[int, int] | None]] = [
     ([64], True, 0, (24, 16)),
     ([16] * 4, True, 0, None),
     ([1] * 7 + [57], True, 1, (24, 16)),
+    ([15, 1, 1, 47], False, 0, (24, 16)),
 ]
 
 
+@pytest.mark.parametrize("on", ["ranks", "four"])
 @pytest.mark.parametrize(("lengths", "causal", "window", "dims"), STREAMS, ids=str)
 def test_a_query_sees_no_other_sequence_of_a_stream(
-    four: Ranks, lengths: list[int], causal: bool, window: int, dims: tuple[int, int] | None
+    request: pytest.FixtureRequest, on: str, lengths: list[int], causal: bool, window: int, dims: tuple[int, int] | None
 ) -> None:
-    for found in four.run(stream, lengths, causal, window, dims, timeout=200):
+    for found in request.getfixturevalue(on).run(stream, lengths, causal, window, dims, timeout=200):
         assert max(found) < LIMIT, found
 
 
@@ -224,20 +252,15 @@ def test_one_process_alone_attends_to_a_stream_and_has_windows_and_heads_of_two_
     for layout, lengths in (("contiguous", [20, 1, 43]), ("contiguous", None), ("zigzag", None)):
         module = GatherAttention(KV_HEADS, HEADS, 24, TOKENS, layout=layout, window=11, v_dim=16, device="cpu")
         q, k, v, d_o = tensors = drawn(TOKENS, 24, v_dim=16, batch=1)
-        mask = seen(TOKENS, True, 11)
-        if lengths:
-            number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-            mask &= number[:, None] == number
-        expected = right(tensors, mask)
+        expected, lse_of_all = of_each(lengths or [TOKENS], tensors, True, 11)
         o, lse = module(q, k, v, lengths=lengths, return_lse=True)
         torch.testing.assert_close(o.float(), expected[0], rtol=LIMIT, atol=LIMIT)
-        torch.testing.assert_close(lse.transpose(1, 2), right_lse(tensors, mask), rtol=1e-3, atol=1e-3)
-        if not lengths:
-            leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-            module(*leaves).backward(d_o)
-            for leaf, whole in zip(leaves, expected[1:], strict=True):
-                assert leaf.grad is not None
-                assert float((leaf.grad.float() - whole).abs().max() / whole.abs().max()) < LIMIT
+        torch.testing.assert_close(lse.transpose(1, 2), lse_of_all, rtol=1e-3, atol=1e-3)
+        leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+        module(*leaves, lengths=lengths).backward(d_o)
+        for leaf, whole in zip(leaves, expected[1:], strict=True):
+            assert leaf.grad is not None
+            assert float((leaf.grad.float() - whole).abs().max() / whole.abs().max()) < LIMIT
 
 
 def behind(world: World, layout: str, variant: str, window: int) -> list[float]:
@@ -354,14 +377,17 @@ def test_what_is_not_allowed_is_refused_in_one_line() -> None:
     with pytest.raises(UsageError, match="layout is zigzag and mask is none"):
         GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, causal=False, layout="zigzag", device="cpu")
     one = q[:1], k[:1], v[:1]
+    to_record = [tensor.clone().requires_grad_() for tensor in one]
     for lengths in ([32, 31], [64, 0], [32.0, 32], 64, [-1, 65], []):
-        with pytest.raises(UsageError, match="lengths is") as refusal:
-            module(*one, lengths=lengths)
-        assert "\n" not in str(refusal.value)
+        for tensors in (one, to_record):
+            with pytest.raises(UsageError, match="lengths is") as refusal:
+                module(*tensors, lengths=lengths)
+            assert "\n" not in str(refusal.value)
     with pytest.raises(UsageError, match="lengths is given with a batch of 2"):
         module(q, k, v, lengths=[64])
-    with pytest.raises(UsageError, match="lengths is given with out, prefix or gradients"):
-        module(one[0].clone().requires_grad_(), *one[1:], lengths=[64])
+    for more in ({"out": torch.empty_like(one[0])}, {"prefix": one[1:]}):
+        with pytest.raises(UsageError, match="lengths is given with out or prefix"):
+            module(*one, lengths=[64], **more)
     zigzag = GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, layout="zigzag", device="cpu")
     with pytest.raises(UsageError, match="the layout zigzag"):
         zigzag(*one, lengths=[64])

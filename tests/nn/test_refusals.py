@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from autotax.core.errors import UsageError
-from autotax.nn import AllGatherLinear, DecodeMerge, FlashDecode, LinearAllReduce, LinearReduceScatter, base, tensor_checks
+from autotax.nn import AllGatherLinear, DecodeMerge, FlashDecode, LinearAllReduce, LinearReduceScatter, sized, tensor_checks
 from tests.nn.checks import normal
 
 F32 = torch.float32
@@ -79,7 +79,7 @@ def test_a_module_that_could_not_be_closed_refuses_calls() -> None:
 
 
 def test_sizes_that_never_come_again_do_not_fill_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "MOST_KNOWN", 4)
+    monkeypatch.setattr(sized, "MOST_KNOWN", 4)
     attend = attention(0)
     for size in (*range(1, 12), 3):
         cache = torch.ones(2, 2, size, 16)

@@ -13,7 +13,8 @@ from autotax.core.config import Config
 from autotax.kernels import tiling
 from autotax.operators.problems import GemmReduceScatter
 from autotax.spaces import space_for
-from autotax.spaces.gemm_reduce_scatter import MOST_ROWS, time_of
+from autotax.spaces.gemm_reduce_scatter import time_of
+from autotax.spaces.gemm_tiles import MOST_ROWS
 from tests.models.plan import Task, faults
 from tests.models.reduce_plan import check, cut_fault, reduce_plan, words_fault
 from tests.spaces.drawing import CPU, H200, HARDWARE, MI300X, configs, reductions

@@ -17,7 +17,7 @@ from autotax.kernels import tiling
 from autotax.kernels import tiling as order
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.spaces import space_for
-from autotax.spaces.all_gather_gemm import MOST_ROWS
+from autotax.spaces.gemm_tiles import MOST_ROWS
 from tests.models import schedule as model
 from tests.models.plan import Plan, Task, Wait, faults
 from tests.models.schedule import attended, check, schedule, tokens
