@@ -1,12 +1,31 @@
-"""What many ranks import once their tests run: the server that forks the ranks imports it before, once for all of them."""
+"""What many ranks do once their tests run: the server that forks the ranks does it before, once for all of them."""
+# ruff: noqa: F401 - of most modules only the effect is needed
 
 import gc
+from contextlib import suppress
 
-import functorch.compile  # noqa: F401 - only its effect is needed
+import functorch.compile
+import hypothesis
+import pytest
+import sqlalchemy.orm
 import torch
 import torch.distributed.tensor.parallel
 
+import autotax.db
+from autotax.digests import kernel_digest
+from autotax.heap import triton_interpreter
+from autotax.operators.registry import declared, load_built_in
+
 torch.compiler.reset()  # imports the compiler
+load_built_in()
+for operator in declared.values():
+    for variant in operator.variants.values():
+        with suppress(ImportError):  # a Triton for ROCm may lack modules that variants for NVIDIA import
+            variant.kernel_class()
+kernel_digest()
+
+# Ranks are more than cores here, so one that waits should leave them to the others sooner and for longer than users want.
+triton_interpreter.AT_ONCE, triton_interpreter.PAUSE_S = 8, 5e-4
 
 gc.collect()
 gc.freeze()  # what all forks share is never garbage: a collection of a heap that closes took a quarter of a second to say so
