@@ -239,6 +239,7 @@ STREAMS: list[tuple[list[int], bool, int, tuple[int, int] | None]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("on", ["ranks", "four"])
 @pytest.mark.parametrize(("lengths", "causal", "window", "dims"), STREAMS, ids=str)
 def test_a_query_sees_no_other_sequence_of_a_stream(
