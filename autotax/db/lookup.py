@@ -192,7 +192,7 @@ def _between(problem: Problem, here: Place, source: Source, refused: list[str]) 
     smaller = [winner for winner in family if is_within(winner, above=False)]
     for winner in _by_distance(problem, [winner for winner in family if is_within(winner, above=True)]):
         alike = [other for other in smaller if other.place.conditions.mode == winner.place.conditions.mode]
-        lower = max(alike, key=_least_of_bsp, default=None)
+        lower = max(alike, key=lambda other: (_least_of_bsp(other), other.problem_key), default=None)
         if lower is None or winner.config.variant == "bsp":
             continue
         least = _least_of_bsp(lower) / winner.latency_us
