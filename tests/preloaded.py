@@ -14,6 +14,7 @@ import torch.distributed.tensor.parallel
 import autotax.db
 from autotax.digests import kernel_digest
 from autotax.heap import triton_interpreter
+from autotax.nn import prepare
 from autotax.operators.registry import declared, load_built_in
 
 torch.compiler.reset()  # imports the compiler
@@ -26,6 +27,7 @@ kernel_digest()
 
 # Ranks are more than cores here, so one that waits should leave them to the others sooner and for longer than users want.
 triton_interpreter.AT_ONCE, triton_interpreter.PAUSE_S = 8, 5e-4
+triton_interpreter.CPU_POLLS_PER_S = prepare.CPU_POLLS_PER_S = 1600
 
 gc.collect()
 gc.freeze()  # what all forks share is never garbage: a collection of a heap that closes took a quarter of a second to say so
