@@ -7,6 +7,7 @@ stops a rank during a measurement, which costs an innocent config its trial.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -135,10 +136,10 @@ class Saboteur(LiveRunner):
                 os.kill(self.random.choice(self.pool.ranks).child.process.pid, how)
                 self.struck = True
 
-    def _ensure_running(self) -> None:
+    def _ensure_running(self, until: float = math.inf) -> None:
         if not self.pool.running:
             self.log(start=True)
-        super()._ensure_running()
+        super()._ensure_running(until)
 
     def log(self, **what: Any) -> None:
         with Path(self.plan.log).open("a") as log:
