@@ -54,7 +54,7 @@ def comparisons(host: str, operator: str) -> list[dict[str, Any]]:
 def shipped_configs() -> dict[tuple[Problem, str], list[Config]]:
     """The configs that ship and hold for the kernel sources of now, by problem and device.
 
-    What others wrote has no sources here, and holds for one version of torch.
+    Alternatives of others have no sources here. Their winners hold for one version of torch.
     """
     found: dict[tuple[Problem, str], list[Config]] = {}
     for winner in shipped.winners():

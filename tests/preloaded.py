@@ -1,4 +1,4 @@
-"""What many ranks do once their tests run: the server that forks the ranks does it before, once for all of them."""
+"""Imports that many ranks need once their tests run. The server that forks the ranks makes them once for all."""
 # ruff: noqa: F401 - of most modules only the effect is needed
 
 import gc
@@ -30,4 +30,4 @@ triton_interpreter.AT_ONCE, triton_interpreter.PAUSE_S = 8, 5e-4
 triton_interpreter.CPU_POLLS_PER_S = prepare.CPU_POLLS_PER_S = 1600
 
 gc.collect()
-gc.freeze()  # what all forks share is never garbage: a collection of a heap that closes took a quarter of a second to say so
+gc.freeze()  # objects that all forks share are never garbage; scanning them when a heap closes took a quarter of a second

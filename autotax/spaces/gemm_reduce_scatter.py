@@ -191,12 +191,8 @@ def scaled_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace
     ordered = shots if sent <= ONE_SHOT_BYTES else shots[::-1]
     parameters = scaled.parameters(problem, rows, hardware, library=False)
     parameters["product"] = tuple(name for name in parameters["product"] if int(str(name).split("x")[1]) <= 128)
-    products = [
-        {"product": name, "splits": min(splits(name, rows, problem.n, hardware), parameters["splits"][-1])}
-        for splits in (scaled.splits_at_once, scaled.splits_for)
-        for name in parameters["product"]
-    ]
-    products = list({tuple(choice.values()): choice for choice in products}.values())
+    choices = scaled.choices(problem, rows, hardware, library=False, one_program_each=True)
+    products = [choice for choice in choices if choice["product"] in parameters["product"]]
     seeds = [Config.of("scaled_words", choice, payload=payload[0], shots=shot) for shot in ordered for choice in products[:4]]
     return VariantSpace("scaled_words", parameters | {"payload": payload, "shots": shots}, seeds=tuple(seeds))
 

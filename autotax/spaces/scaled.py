@@ -82,6 +82,8 @@ def splits_at_once(name: Value, rows: int, n: int, hardware: Hardware) -> int:
     A kernel with one program a processor takes them one after the other. A strip of few rows takes it a constant time, about 600
     cycles on H100, and so does one more part: at 16 x 8192 x 4096, 64 columns a tile, one part takes 21.7 us and two 25.9.
     """
+    if name == LIBRARY:
+        return 1
     count = _tiles_of(name, rows, n)
     return max((splits for splits in SPLITS if splits * count <= hardware.processors), default=1)
 
@@ -102,14 +104,22 @@ def whole() -> Constraint:
     return Constraint(("product", "splits"), lambda name, splits: name != LIBRARY or splits == 1, "the library decides on parts")
 
 
-def choices(problem: Any, rows: int, hardware: Hardware, *, library: bool = True) -> list[dict[str, Value]]:
-    """Products for seeds: each with the parts that occupy all processors, then Triton's with twice as many."""
+def choices(
+    problem: Any, rows: int, hardware: Hardware, *, library: bool = True, one_program_each: bool = False
+) -> list[dict[str, Value]]:
+    """Products for seeds: each with the parts that occupy all processors, then Triton's with twice as many.
+
+    `one_program_each`: for a kernel with one program a processor, first with `splits_at_once`, then with those that occupy all.
+    """
     space = parameters(problem, rows, hardware, library=library)
     choices_: list[dict[str, Value]] = []
-    for factor in (1, 2):
+    for attempt in (0, 1):
         for name in space["product"]:
-            splits = min(factor * splits_for(name, rows, problem.n, hardware), int(space["splits"][-1]))
-            choices_.append({"product": name, "splits": 1 if name == LIBRARY else splits})
+            filling = splits_for(name, rows, problem.n, hardware)
+            twice = 1 if name == LIBRARY else 2 * filling
+            at_once = splits_at_once(name, rows, problem.n, hardware)
+            splits = ((at_once, filling) if one_program_each else (filling, twice))[attempt]
+            choices_.append({"product": name, "splits": min(splits, int(space["splits"][-1]))})
     return list({tuple(choice.values()): choice for choice in choices_}.values())
 
 
