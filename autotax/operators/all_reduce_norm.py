@@ -5,19 +5,21 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, choice, dtype, ranks, size
 from autotax.hardware import Hardware, has_iris, links_us
+from autotax.operators import scaled
 from autotax.operators.declaration import Operator, Rates
 from autotax.operators.scaled import GROUP, LARGEST, LEAST_BLOCK, LEAST_ROW_SCALE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
     from autotax.operators.inputs import Call, Draw
 
 EPS = 1e-6
@@ -41,6 +43,8 @@ class AllReduceNorm(Problem):
       `block`: scales [m, hidden / 128] of largest magnitude of 128 columns, at least 1e-10, / 448. A NaN has no magnitude.
     - `offset=1`: the weight is stored as its difference from 1, as in Gemma.
     - `k`: x is the product of this rank's a [m, k] and b [hidden, k], which are given instead. 0: x is given.
+    - `scales`: a and b are e4m3 and have scales: see `operators/scaled.py`. With `quantize` the given a has the dtype, and each
+      rank quantises it.
     """
 
     m: int = size("rows", most=MOST, varying=True)
@@ -53,6 +57,14 @@ class AllReduceNorm(Problem):
     )
     offset: int = choice("0 or 1: what is added to the weight", (0, 1), default=0)
     k: int = size("the inner dimension on each rank of a product in front, or 0", least=0, default=0, unnamed=True)
+    scales: str = choice(
+        "none, or tensor, row or block: the scales of a product of e4m3 in front", ("none", "tensor", "row", "block"),
+        default="none", unnamed=True,
+    )  # fmt: skip
+    quantize: str = choice(
+        "none, row, block or static: how ranks quantise the first matrix of that product", ("none", *scaled.SCALES_OF),
+        default="none", unnamed=True,
+    )  # fmt: skip
 
     op: ClassVar[str] = "all-reduce-norm"
 
@@ -61,15 +73,46 @@ class AllReduceNorm(Problem):
         if self.hidden % multiple:
             said = " with --quant block" if self.quant == "block" else ""
             raise UsageError(f"hidden is {self.hidden}; it must be a multiple of {multiple}{said}: give another --hidden")
+        if self.scales == "none":
+            if self.quantize != "none":
+                raise UsageError(f"quantize is {self.quantize!r} without scales; only a product of e4m3 takes it: give --scales")
+            return
+        if not self.k or self.dtype == "fp32":
+            raise UsageError(
+                f"scales is {self.scales!r} with k {self.k}, dtype {self.dtype}; "
+                "only a product with results of 16 bits has scales: give --k, and --dtype bf16 or fp16"
+            )
+        if self.hidden % scaled.MULTIPLE:
+            least = f"it must be a multiple of {scaled.MULTIPLE}: give another --hidden"
+            raise UsageError(f"hidden is {self.hidden} with scales {self.scales}; {least}")
+        assert self.front  # checks the rest
+
+    @cached_property
+    def front(self) -> GemmReduceScatter | None:
+        """The product of e4m3 in front and its sum, as a problem of their own. None without scales."""
+        if self.scales == "none":
+            return None
+        from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
+
+        shape = self.m, self.hidden, self.k, "e4m3", "replicated", self.world_size
+        return GemmReduceScatter(*shape, scales=self.scales, result=self.dtype, quantize=self.quantize)
+
+    @cached_property
+    def operands(self) -> int:
+        """Tensors of a call before the weight of the norm: x, or the matrices of the product and their scales."""
+        return 1 + (self.k > 0) + (self.front is not None) * (1 + (self.quantize in ("none", "static")))
 
     @property
     def nbytes(self) -> int:
+        if self.front:
+            return super().nbytes
         tensors = 3 if self.residual == "added" else 2
         elements = self.m * self.hidden
         if self.k:
             tensors -= 1
         operands = (self.m + self.hidden) * self.k * self.item_size
-        return operands + elements * (tensors * self.item_size + self.out_size) + self.hidden * self.item_size + 4 * self.scales
+        rows = elements * (tensors * self.item_size + self.out_size)
+        return operands + rows + self.hidden * self.item_size + 4 * self.scale_count
 
     @property
     def out_dtype(self) -> str:
@@ -85,13 +128,13 @@ class AllReduceNorm(Problem):
         return 2 * self.m * self.hidden * self.k
 
     @cached_property
-    def scales(self) -> int:
-        """Number of scales."""
+    def scale_count(self) -> int:
+        """Number of scales of y."""
         return {"none": 0, "tensor": 1, "row": self.m, "block": self.m * self.hidden // GROUP}[self.quant]
 
     def brief(self) -> str:
         """`m 16 x 8192`"""
-        return self.with_unusual(f"m {self.m} x {self.hidden}", "k", "residual", "quant", "offset", "dtype")
+        return self.with_unusual(f"m {self.m} x {self.hidden}", "k", "scales", "quantize", "residual", "quant", "offset", "dtype")
 
 
 operator = Operator(AllReduceNorm)
@@ -110,13 +153,15 @@ def draw(problem: AllReduceNorm, draw: Draw) -> Call:
 
     from autotax.operators.inputs import EIGHT_BITS, Call
 
-    x = draw.normal(problem.m, problem.k or problem.hidden, tensor=20)
-    operands = [x]
-    if problem.k:
-        operands.append(draw.normal(problem.hidden, problem.k, tensor=23).mul_(2.0 ** -(problem.k.bit_length() // 2)))
+    if problem.front:
+        operands = _scaled_operands(problem.front, draw)
+    else:
+        operands = [draw.normal(problem.m, problem.k or problem.hidden, tensor=20)]
+        if problem.k:
+            operands.append(draw.normal(problem.hidden, problem.k, tensor=23).mul_(2.0 ** -(problem.k.bit_length() // 2)))
     weight = draw.normal(problem.hidden, tensor=21, shared=True)
     residual = draw.normal(problem.m, problem.hidden, tensor=22, shared=True)
-    if draw.extreme:
+    if draw.extreme and not problem.front:
         _spread(problem, draw, operands, residual)
     tensors = [*operands, weight, draw.empty(problem.m, problem.hidden)]
     if problem.residual == "added":
@@ -127,6 +172,17 @@ def draw(problem: AllReduceNorm, draw: Draw) -> Call:
     y = draw.empty(problem.m, problem.hidden)
     written = (len(operands) + 1, *(len(tensors) - 1,) * (problem.quant in ("row", "block")))
     return Call(tuple(tensors), y if problem.quant == "none" else y.to(EIGHT_BITS["e4m3"]), written)
+
+
+def _scaled_operands(front: GemmReduceScatter, draw: Draw) -> list[Tensor]:
+    """a and b of a product of e4m3 and their scales. In even seeds elements of the product are about 1, as in the residual."""
+    from autotax.operators.inputs import EIGHT_BITS
+
+    operands = scaled.draw_call(front, replace(draw, dtype=EIGHT_BITS["e4m3"]), front.m, front.m, 20, shared=False).tensors
+    if draw.device.type != "meta" and not draw.extreme:
+        matrices = 2 if front.quantize == "none" else 1  # that have scales about `scaled.BASE`
+        operands[-1].mul_(scaled.BASE**-matrices * 2.0 ** -(front.k.bit_length() // 2))
+    return list(operands)
 
 
 def _spread(problem: AllReduceNorm, draw: Draw, operands: Sequence[Tensor], residual: Tensor) -> None:
@@ -153,10 +209,26 @@ def _spread(problem: AllReduceNorm, draw: Draw, operands: Sequence[Tensor], resi
 
 def addends(problem: AllReduceNorm, calls: Sequence[Call]) -> list[Tensor]:
     """The addends in their order, float32 [m, hidden] each."""
-    parts = [call.tensors[0].float() for call in calls]
-    if problem.k:
-        parts = [a @ call.tensors[1].float().t() for a, call in zip(parts, calls, strict=True)]
-    return parts + ([calls[0].tensors[4 if problem.k else 3].float()] if problem.residual == "added" else [])
+    return [addend for addend, _ in _addends(problem, calls)]
+
+
+def _addends(problem: AllReduceNorm, calls: Sequence[Call]) -> list[tuple[Tensor, Tensor]]:
+    """The addends in their order, float32 [m, hidden] each, and their spreads."""
+    from autotax.operators.verification import product_and_spread
+
+    parts = []
+    for call in calls:
+        if problem.front:
+            parts.append(product_and_spread(*scaled.numbers(problem.front, call.tensors[: problem.operands])))
+            continue
+        part = call.tensors[0].float()
+        if problem.k:
+            part = part @ call.tensors[1].float().t()
+        parts.append((part, part.abs()))
+    if problem.residual == "added":
+        residual = calls[0].tensors[problem.operands + 2].float()
+        parts.append((residual, residual.abs()))
+    return parts
 
 
 @operator.reference
@@ -164,16 +236,16 @@ def reference(problem: AllReduceNorm, calls: Sequence[Call], rank: int) -> list[
     """The right y in float32, quantised if the problem asks for it, the new residual, and the scales; and their spreads."""
     from autotax.operators.verification import together
 
-    parts = addends(problem, calls)
-    total = sum(parts[1:], parts[0]).to(calls[0].tensors[0].dtype).float()
-    weight = calls[0].tensors[2 if problem.k else 1].float()
-    factor = (total.square().mean(-1, keepdim=True) + EPS).rsqrt() * (weight + problem.offset)
-    spread = together([part.abs() for part in parts])
+    parts, spreads = zip(*_addends(problem, calls), strict=True)
+    weight = calls[0].tensors[problem.operands]
+    total = sum(parts[1:], parts[0]).to(weight.dtype).float()
+    factor = (total.square().mean(-1, keepdim=True) + EPS).rsqrt() * (weight.float() + problem.offset)
+    spread = together(spreads)
     new_residual = total, spread
     y, spread = total * factor, spread * factor.abs()
     if problem.quant == "none":
         return [(y, spread), new_residual]
-    y = y.to(calls[0].tensors[0].dtype)
+    y = y.to(weight.dtype)
     scales = calls[0].tensors[-1] if problem.quant == "tensor" else scales_of(problem, y)
     inverse = 1 / scales.double().view(problem.m if problem.quant != "tensor" else 1, -1)
     inverse = inverse.repeat_interleave(problem.hidden // inverse.shape[1], 1)
@@ -210,16 +282,27 @@ def bound(problem: AllReduceNorm, hardware: Hardware, _: Rates) -> dict[str, flo
 
 _KERNELS, _SPACES = "autotax.kernels.all_reduce_norm", "autotax.spaces.all_reduce_norm"
 
-operator.variant("bsp", f"{_KERNELS}.norm:Bsp", f"{_SPACES}:bsp", role="baseline")
+operator.variant("bsp", f"{_KERNELS}.scaled_norms:bsp", f"{_SPACES}:bsp", role="baseline")
 operator.variant("one_shot", f"{_KERNELS}.shots:OneShot", f"{_SPACES}:one_shot")
 operator.variant("two_shot", f"{_KERNELS}.shots:TwoShot", f"{_SPACES}:two_shot")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
 operator.variant("fused", f"{_KERNELS}.shots:Fused", f"{_SPACES}:fused")
+operator.variant("scaled_one_shot", f"{_KERNELS}.scaled_norms:ScaledOneShot", f"{_SPACES}:scaled_one_shot")
+operator.variant("scaled_two_shot", f"{_KERNELS}.scaled_norms:ScaledTwoShot", f"{_SPACES}:scaled_two_shot")
+operator.variant("scaled_push", f"{_KERNELS}.scaled_norms:ScaledPush", f"{_SPACES}:scaled_push")
+operator.variant("scaled_fused", f"{_KERNELS}.scaled_norms:ScaledFused", f"{_SPACES}:scaled_fused")
 
 
-def _with_torch(problem: AllReduceNorm, hardware: Hardware) -> bool:
-    """Whether the all-reduces of torch's symmetric memory apply: they support bf16 and float32."""
-    return hardware.backend == "cuda" and problem.dtype != "fp16"
+def _with_torch(front: bool = False, divided: bool = False) -> Callable[[AllReduceNorm, Hardware], bool]:
+    """Whether the sums of torch's symmetric memory apply, which support bf16 and float32. `front`: behind a product of e4m3.
+    `divided`: the ranks must divide the rows.
+    """
+
+    def serves(problem: AllReduceNorm, hardware: Hardware) -> bool:
+        even = not divided or problem.m % problem.world_size == 0
+        return hardware.backend == "cuda" and problem.dtype != "fp16" and (problem.front is not None) == front and even
+
+    return serves
 
 
 def _installed(package: str, fuses: Callable[[AllReduceNorm], bool]) -> Callable[[AllReduceNorm, Hardware], bool]:
@@ -245,14 +328,13 @@ _OTHERS = {
 operator.peer("flashinfer", f"{_KERNELS}.peers:FlashInfer", where=_OTHERS["flashinfer"])
 operator.peer("vllm", f"{_KERNELS}.peers:VllmSum", where=_OTHERS["vllm"])
 operator.peer("sglang", f"{_KERNELS}.peers:SglangPush", where=_OTHERS["sglang"])
-operator.peer("torch_one_shot", f"{_KERNELS}.peers:TorchOneShot", where=_with_torch, served=True)
-operator.peer("torch_two_shot", f"{_KERNELS}.peers:TorchTwoShot", where=_with_torch, served=True)
-operator.peer(
-    "torch_reduce_scatter",
-    f"{_KERNELS}.peers:TorchReduceScatter",
-    where=lambda problem, hardware: _with_torch(problem, hardware) and problem.m % problem.world_size == 0,
-    served=True,
-)
+for _name, _kernel, _divided in (
+    ("torch_one_shot", "TorchOneShot", False),
+    ("torch_two_shot", "TorchTwoShot", False),
+    ("torch_reduce_scatter", "TorchReduceScatter", True),
+):
+    operator.peer(_name, f"{_KERNELS}.peers:{_kernel}", where=_with_torch(divided=_divided), served=True)
+    operator.peer(f"{_name}_scaled", f"{_KERNELS}.peers:{_kernel}Scaled", where=_with_torch(front=True, divided=_divided))
 
 
 def _with_iris(problem: AllReduceNorm, hardware: Hardware) -> bool:

@@ -181,6 +181,11 @@ def numbers_of_a(problem: Any, tensors: Sequence[Tensor]) -> Tensor:
     return dequantised(a, scales, problem.scales, weight=False)
 
 
+def numbers(problem: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The float32 numbers that A and B of a call stand for; the scales of B are the last of `tensors`."""
+    return numbers_of_a(problem, tensors), dequantised(tensors[1], tensors[-1], problem.scales, weight=True)
+
+
 def _odd_values(values: Tensor, draw: Draw, tensor: int) -> Tensor:
     """Saturates some elements, zeros others and a row, and makes one element of another row NaN."""
     import torch

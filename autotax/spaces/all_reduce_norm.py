@@ -9,6 +9,7 @@ from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import Hardware, lanes
 from autotax.operators.all_reduce_norm import REGISTERS, AllReduceNorm
+from autotax.spaces import scaled
 
 MOST_WORDS = 1 << 21
 """Most words that a rank sends to another in one trip: 16 MiB."""
@@ -23,14 +24,25 @@ MOST_HELD = 64
 
 
 def bsp(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace:
-    """Parameters: rows per program and warps."""
+    """Parameters: rows per program and warps; behind a product of e4m3 also the product."""
     parameters: dict[str, tuple[Value, ...]] = {"rows": (1, 2, 4, 8), "num_warps": _warps(hardware)}
     held = _held(problem, hardware, "rows")
     seeds = [Config.of("bsp", rows=rows, num_warps=warps) for warps in (8, 16, 4) for rows in (1, 2)]
-    return VariantSpace("bsp", parameters, (held,), tuple(seeds))
+    plain = VariantSpace("bsp", parameters, (held,), tuple(seeds))
+    return _behind_product("bsp", plain, problem, hardware) or plain
 
 
 def one_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
+    """None behind a product of e4m3, which has `scaled_one_shot`."""
+    return None if problem.front else _one_shot(problem, hardware)
+
+
+def scaled_one_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
+    """`one_shot` behind a product of e4m3."""
+    return _behind_product("scaled_one_shot", _one_shot(problem, hardware), problem, hardware)
+
+
+def _one_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
     """Parameters: the kind of words and the number of programs that share a row. None for many rows."""
     if problem.world_size == 1 or problem.m * problem.hidden * problem.item_size // 4 > MOST_WORDS:
         return None
@@ -55,6 +67,16 @@ def one_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
 
 
 def two_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
+    """None behind a product of e4m3, which has `scaled_two_shot`."""
+    return None if problem.front else _two_shot(problem, hardware)
+
+
+def scaled_two_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
+    """`two_shot` behind a product of e4m3."""
+    return _behind_product("scaled_two_shot", _two_shot(problem, hardware), problem, hardware)
+
+
+def _two_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
     """Parameters: the kind of words. None for many rows."""
     if problem.world_size == 1 or problem.m * problem.hidden * problem.item_size // 4 > MOST_WORDS:
         return None
@@ -73,7 +95,7 @@ def two_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
 
 def fused(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
     """Parameters: those of `one_shot` and of tiles of the product. Only for few rows of 16 bits behind a product."""
-    few = problem.k and problem.m <= MOST_MULTIPLIED and problem.item_size == 2
+    few = problem.k and not problem.front and problem.m <= MOST_MULTIPLIED and problem.item_size == 2
     exchange = one_shot(problem, hardware)
     if not few or exchange is None:
         return None
@@ -114,7 +136,52 @@ def fused(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
     return VariantSpace("fused", parameters, constraints, tuple(dict.fromkeys(seeds)))
 
 
+def scaled_fused(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
+    """Parameters: those of `one_shot`, and of tiles of a product of e4m3. Only for few rows."""
+    front, exchange = problem.front, _one_shot(problem, hardware)
+    if front is None or exchange is None or problem.m > MOST_MULTIPLIED:
+        return None
+    rows = max(16, power_of_two(problem.m))
+    parameters: dict[str, tuple[Value, ...]] = {
+        **exchange.parameters,
+        "num_warps": (4, 8) if hardware.backend == "cuda" else _warps(hardware),  # Hopper multiplies by groups of four
+        "block_n": (64, 128) if hardware.on_gpu else (32,),
+        "num_stages": (2, 3, 4, 5, 6, 8, 10) if hardware.backend == "cuda" else (2,),
+        "splits": scaled.parameters(front, problem.m, hardware)["splits"],
+    }
+
+    def name(n: int, stages: int) -> str:
+        return f"{rows}x{n}x{stages}x4"
+
+    def fits(n: int, stages: int, programs: int) -> bool:
+        return programs * scaled.shared_bytes(name(n, stages)) <= hardware.shared_memory
+
+    shared = Constraint(("block_n", "num_stages", "per_processor"), fits, "the pipelines do not fit in shared memory")
+    constraints = (_held(problem, hardware), _room(problem, hardware), shared)
+    space = VariantSpace("scaled_fused", parameters, constraints)
+    split = parameters["split"][min(2, len(parameters["split"]) - 1)]
+    seeds = []
+    for n, warps, programs in ((64, 4, 1), (64, 8, 1), (64, 4, 2), (128, 8, 1), (128, 4, 2), (64, 8, 2), (64, 1, 1)):
+        at_once = scaled.splits_at_once(name(n, 2), problem.m, problem.hidden, hardware)
+        for splits in dict.fromkeys((at_once, programs * at_once)):
+            values = {"block_n": n, "num_warps": warps, "per_processor": programs, "splits": splits}
+            near = {key: _nearest(parameters[key], value) for key, value in values.items()} | {"words": "blank", "split": split}
+            deep = (Config.of("scaled_fused", near | {"num_stages": stages}) for stages in parameters["num_stages"][::-1])
+            seeds += [config for config in deep if space.why_not(config) is None][:1]
+    return VariantSpace("scaled_fused", parameters, constraints, tuple(dict.fromkeys(seeds))) if seeds else None
+
+
 def push(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
+    """None behind a product of e4m3, which has `scaled_push`."""
+    return None if problem.front else _push(problem, hardware)
+
+
+def scaled_push(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
+    """`push` behind a product of e4m3."""
+    return _behind_product("scaled_push", _push(problem, hardware), problem, hardware)
+
+
+def _push(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
     """Parameters: rows per block, how many blocks sending is ahead, one trip or two, when flags are set. None for few rows."""
     if problem.world_size == 1 or (problem.m < FEWEST_ROWS and hardware.on_gpu):
         return None
@@ -134,6 +201,18 @@ def push(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
         for signals in ("late", "at_once")
     ]
     return VariantSpace("push", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
+
+
+def _behind_product(
+    variant: str, plain: VariantSpace | None, problem: AllReduceNorm, hardware: Hardware
+) -> VariantSpace | None:
+    """The space of a variant behind a product of e4m3, which is a parameter. None without such a product, or without `plain`."""
+    if plain is None or problem.front is None:
+        return None
+    products = scaled.choices(problem.front, problem.m, hardware)[:3]
+    seeds = [Config.of(variant, seed.values | product) for seed in plain.seeds[:4] for product in products]
+    parameters = plain.parameters | scaled.parameters(problem.front, problem.m, hardware)
+    return VariantSpace(variant, parameters, (*plain.constraints, scaled.whole()), tuple(dict.fromkeys(seeds)))
 
 
 def _room(problem: AllReduceNorm, hardware: Hardware) -> Constraint:

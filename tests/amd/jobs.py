@@ -40,6 +40,7 @@ PROBLEMS: tuple[Problem, ...] = (
     AllReduceNorm(33, 256, "bf16", 2, quant="row"),
     AllReduceNorm(3, 384, "bf16", 2, "none", "block"),
     AllReduceNorm(3, 264, "bf16", 2, k=72),  # behind a product
+    AllReduceNorm(3, 272, "bf16", 2, k=80, scales="row", quantize="row"),  # behind one of e4m3
 )
 NARROW = FlashDecode(2, 4, 2, 16, 75, "bf16", 2, "head_scatter", 16, "e4m3fnuz", "learned", window=20, queries=3)
 """The 8-bit type that gfx942 converts, with all optional inputs of query tokens."""

@@ -286,6 +286,8 @@ def test_e4m3_is_rounded_as_torch_does_and_saturates(ranks: Ranks) -> None:
 
 BEHIND = AllReduceNorm(4, 384, "bf16", WORLD, quant="block", k=40)
 """Behind a product."""
+BEHIND_CODES = AllReduceNorm(4, 384, "bf16", WORLD, quant="block", k=384, scales="row", quantize="row")
+"""Behind a product of e4m3."""
 
 
 def digests_behind(world: World, problem: AllReduceNorm, config: Config, rows: tuple[int, ...]) -> list[str]:
@@ -302,21 +304,53 @@ def digests_behind(world: World, problem: AllReduceNorm, config: Config, rows: t
         fitted(*call.tensors, call.out)
         world.synchronize()
         assert kernel.failure() is None, kernel.failure()
-        parts = addends(each, list(Calls(each, 2 * seed, world.device)))
-        torch.testing.assert_close(call.tensors[3].float(), sum(parts[1:], parts[0]), rtol=1e-2, atol=3e-2)
-        tensors = [tensor.view(torch.uint8).cpu().numpy().tobytes() for tensor in (call.tensors[3], call.tensors[-1], call.out)]
+        parts, new_residual = addends(each, list(Calls(each, 2 * seed, world.device))), call.tensors[each.operands + 1]
+        torch.testing.assert_close(new_residual.float(), sum(parts[1:], parts[0]), rtol=1e-2, atol=3e-2)
+        tensors = [tensor.view(torch.uint8).cpu().numpy().tobytes() for tensor in (new_residual, call.tensors[-1], call.out)]
         digests.append(hashlib.sha256(b"".join(tensors)).hexdigest()[:16])
     context.heap.close()
     return digests
 
 
-@pytest.mark.parametrize(("words", "split"), [("blank", 2), *volume(("epoch", 1), ("blank", 1))])
-def test_products_summed_and_normed_by_one_kernel_have_equal_bits_on_all_ranks(ranks: Ranks, words: str, split: int) -> None:
-    config = Config.of("fused", space_for(BEHIND, detect("cpu")).default("fused").values | {"words": words, "split": split})
-    first, *others = ranks.run(digests_behind, BEHIND, config, (4, 1, 4, 2))
+@pytest.mark.parametrize(
+    ("problem", "variant", "way"),
+    [
+        (BEHIND, "fused", {"words": "blank", "split": 2}),
+        (BEHIND_CODES, "scaled_fused", {"words": "blank", "split": 2, "splits": 2}),
+        *volume(
+            (BEHIND, "fused", {"words": "epoch", "split": 1}),
+            (BEHIND, "fused", {"words": "blank", "split": 1}),
+            (BEHIND_CODES, "scaled_fused", {"words": "epoch", "split": 1, "splits": 1}),
+        ),
+    ],
+    ids=str,
+)
+def test_products_summed_and_normed_by_one_kernel_have_equal_bits_on_all_ranks(
+    ranks: Ranks, problem: AllReduceNorm, variant: str, way: dict[str, Value]
+) -> None:
+    config = Config.of(variant, space_for(problem, detect("cpu")).default(variant).values | way)
+    assert config in space_for(problem, detect("cpu"))
+    first, *others = ranks.run(digests_behind, problem, config, (4, 1, 4, 2))
     assert others == [first] * (WORLD - 1)
-    said = ranks.run(conformance.note_without, BEHIND, config, 2, 64)
+    said = ranks.run(conformance.note_without, problem, config, 2, 64)
     assert all(re.match(f"rank {rank} waited for flag .* of rank 2:", str(said[rank])) for rank in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"k": 0, "quantize": "none"}, "scales is 'row' with k 0, dtype bf16; only a product .* give --k, and --dtype"),
+        ({"dtype": "fp32"}, "with k 384, dtype fp32; only a product with results of 16 bits has scales"),
+        ({"scales": "none"}, "quantize is 'row' without scales; only a product of e4m3 takes it: give --scales"),
+        ({"quantize": "block"}, "scales is 'row' with quantize block; allowed is block: give --scales block"),
+        ({"hidden": 264, "quant": "none"}, "hidden is 264 with scales row; it must be a multiple of 16: give another --hidden"),
+        ({"k": 72}, "k is 72 with dtype e4m3, scales row; it must be a multiple of 16: pad k to 80"),
+    ],
+    ids=str,
+)
+def test_products_of_e4m3_that_cannot_be_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        replace(BEHIND_CODES, **fields)
 
 
 def layers_of(world: World, path: str) -> list[bool]:

@@ -98,6 +98,12 @@ BEHIND: dict[str, Problem] = {
     "hip:gfx942": AllReduceNorm(64, 5120, "bf16", 8, quant="row", k=2560),
 }
 """Norms behind a product."""
+BEHIND_CODES: dict[str, Problem] = {
+    "cuda:90": AllReduceNorm(16, 8192, "bf16", 2, quant="row", k=4096, scales="row", quantize="row"),
+    "cuda:100": AllReduceNorm(3, 272, "fp16", 4, "none", k=80, scales="tensor"),
+    "hip:gfx942": AllReduceNorm(64, 5120, "bf16", 8, quant="block", k=2560, scales="block", quantize="block"),
+}
+"""Norms behind a product of e4m3."""
 FEW_ROWS: dict[str, Problem] = {
     "cuda:90": GemmReduceScatter(64, 8192, 2560, "bf16", "replicated", 4, "kn"),
     "cuda:100": GemmReduceScatter(16, 7168, 768, "fp32", "scattered", 8),
@@ -147,6 +153,13 @@ JOBS += [
     (target, problem, config)
     for target, problem in BEHIND.items()
     for config in some_configs(target, problem, "fused")
+]
+JOBS += [
+    (target, problem, config)
+    for target, problem in BEHIND_CODES.items()
+    for variant in (("scaled_fused", "scaled_one_shot") if target == "cuda:90" else ("scaled_fused",))
+    if variant in space_for(problem, known_hardware(target)).variants
+    for config in some_configs(target, problem, variant)
 ]
 PACKETS = AllGatherGemm(64, 7168, 8192, "bf16", "m", 8)
 """A problem of `push_packets`. It also compiles on targets where the search uses `push_words` instead."""

@@ -56,6 +56,9 @@ PROBLEMS: dict[int, list[Problem]] = {
         AllReduceNorm(3, 384, "fp16", 2, "none", "block"),
         AllReduceNorm(9, 8, "fp32", 2),
         AllReduceNorm(5, 264, "bf16", 2, k=72),  # behind a product
+        AllReduceNorm(5, 272, "bf16", 2, k=80, scales="row", quantize="row"),  # behind one of e4m3
+        AllReduceNorm(9, 384, "fp16", 2, "none", "block", k=256, scales="block", quantize="block"),
+        AllReduceNorm(9, 400, "bf16", 2, k=48, scales="tensor"),
     ],
     3: [
         AllGatherGemm(38, 33, 40, "fp16", "m", 3),
@@ -75,6 +78,8 @@ PROBLEMS: dict[int, list[Problem]] = {
         AllReduceNorm(7, 1048, "bf16", 3, quant="row"),
         AllReduceNorm(1, 8, "bf16", 3, quant="tensor"),  # a rank adds up nothing
         AllReduceNorm(3, 384, "fp16", 3, "none", "block", k=33),
+        AllReduceNorm(3, 272, "fp16", 3, quant="row", k=80, scales="tensor", quantize="static"),
+        AllReduceNorm(17, 144, "bf16", 3, k=384, scales="block"),
     ],
 }
 CASES = [(problem, variant) for world in PROBLEMS.values() for problem in world for variant in space_for(problem, detect("cpu")).variants]  # noqa: E501  # fmt: skip

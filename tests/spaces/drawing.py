@@ -81,7 +81,13 @@ def norms(draw: st.DrawFn, most: int = 1024) -> AllReduceNorm:
     quant = draw(st.sampled_from(("none", "tensor", "row", "block")))
     hidden = draw(st.integers(1, 128)) * 128 if quant == "block" else draw(st.integers(1, 2048)) * 8
     residual, offset = draw(st.sampled_from(("added", "none"))), draw(st.sampled_from((0, 1)))
-    return AllReduceNorm(draw(sizes(most)), hidden, draw(dtypes), draw(st.integers(1, 8)), residual, quant, offset)
+    dtype, world = draw(dtypes), draw(st.integers(1, 8))
+    k, scales = 0, "none"
+    if dtype != "fp32" and hidden % 16 == 0:
+        k, scales = draw(st.sampled_from(((0, "none"), (72, "none"), (80, "row"), (80, "tensor"), (384, "block"))))
+    of_scales = {"none": ("none",), "tensor": ("none", "static"), "row": ("none", "row"), "block": ("none", "block")}
+    quantize = draw(st.sampled_from(of_scales[scales]))
+    return AllReduceNorm(draw(sizes(most)), hidden, dtype, world, residual, quant, offset, k, scales, quantize)
 
 
 @st.composite

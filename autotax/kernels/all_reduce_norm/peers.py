@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.kernels.all_reduce_norm.norm import AfterSum, NormKernel
+from autotax.kernels.all_reduce_norm.scaled_norms import ScaledNorm
 from autotax.kernels.context import Context
 from autotax.kernels.libraries import IrisSum, group_name, symmetric
 from autotax.operators.all_reduce_norm import AllReduceNorm
@@ -67,6 +68,18 @@ class TorchReduceScatter(TorchSum):
     def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any] | None:
         """Supports numbers of rows that the ranks divide."""
         return super().changes_for(smaller) if smaller.m % smaller.world_size == 0 else None
+
+
+class TorchOneShotScaled(ScaledNorm, TorchOneShot):
+    """See TorchOneShot."""
+
+
+class TorchTwoShotScaled(ScaledNorm, TorchTwoShot):
+    """See TorchTwoShot."""
+
+
+class TorchReduceScatterScaled(ScaledNorm, TorchReduceScatter):
+    """See TorchReduceScatter."""
 
 
 class FlashInfer(NormKernel):
