@@ -29,8 +29,7 @@ from autotax.engines.thresholds import Ranges, norm_ranges, serves
 from autotax.heap.world import World
 from autotax.nn.consensus import DTYPES
 from autotax.nn.groups import capturing
-from autotax.nn.linear import least_microseconds
-from autotax.nn.norm import AllReduceNorm
+from autotax.nn.norm import AllReduceNorm, least_microseconds
 
 log = logging.getLogger("autotax")
 MOST_TOKENS = 8192

@@ -58,7 +58,7 @@ def _fake_norm(x: Tensor, module: Any, shape: Any) -> list[Tensor]:
     return [x.new_empty(size, dtype=dtype) for size, dtype in module.forms(torch.Size(shape))[1].values()]
 
 
-def _fake_normed(x: Tensor, _: Tensor, norm_weight: Tensor, module: int, *__: object) -> list[Tensor]:
+def fake_normed(x: Tensor, _: Tensor, norm_weight: Tensor, module: int, *__: object) -> list[Tensor]:
     layer = module_of(module)
     return _fake_norm(x, layer._norm[0], layer.shape_of(x.shape, len(norm_weight)))
 
@@ -350,7 +350,7 @@ _OPERATORS: tuple[Operator, ...] = (
     (
         f"linear_all_reduce_normed(Tensor x, Tensor weight, Tensor norm_weight, {_NORM}) -> Tensor[]",
         lambda x, weight, norm_weight, module, *more: list(module_of(module).in_one(x, weight, norm_weight, *more)),
-        _fake_normed,
+        fake_normed,
         None,
     ),
     (

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +19,11 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
-from autotax.heap.world import World
 from autotax.nn.base import NO_OUT, Group, Unknown, increment_version
-from autotax.nn.consensus import configs_for, deployed_as
 from autotax.nn.fallback import PlainLinear, PlainRowLinear, all_gather
 from autotax.nn.groups import on_device
 from autotax.nn.linear_base import ELSEWHERE, Call, ParallelLinear
-from autotax.nn.norm import AllReduceNorm, held, in_order, norm_behind
+from autotax.nn.norm import AllReduceNorm, call_behind, held, least_microseconds, norm_behind, winners_behind
 from autotax.nn.tensor_checks import addend, aligned, plain, recorded, require_apart, require_no_tangent, require_recordable
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.all_reduce_norm import MOST as MOST_NORMED
@@ -34,8 +31,6 @@ from autotax.operators.all_reduce_norm import AllReduceNorm as Shape
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
 Several = Sequence[Tensor]
-REPEATED = 8
-"""Calls of a sample, and samples, with which a layer chooses between two ways."""
 
 
 class AllGatherLinear(ParallelLinear):
@@ -374,12 +369,8 @@ class RowParallelLinear(ParallelLinear):
             if check:
                 self._compare(lambda: self._described(x, weight, None, None) + ", normed" * bool(usable(x, weight)))
             x, weight, shape, tensors = usable(x, weight)
-            filled = {name: x.new_empty(size, dtype=dtype) for name, (size, dtype) in norm.forms(torch.Size(shape))[1].items()}
-            a, *others = in_order(x=x, **tensors, **filled)
-            kernel = next(kernel for most, kernel in self._whole.items() if len(a) <= most)
-            with self._guards[0]:
-                kernel.fitted(replace(kernel.problem, m=len(a)))(a, weight, *others, eps=norm.eps)
-        return tuple(filled.values())
+            kernel = next(kernel for most, kernel in self._whole.items() if math.prod(shape[:-1]) <= most)
+            return call_behind(self, kernel, (x, weight), shape, tensors)
 
     def _measured(self, norm: AllReduceNorm) -> dict[int, bool]:  # noqa: ARG002
         """Whether the product and then the norm module is the faster way, for each prepared number of rows. Collective."""
@@ -513,14 +504,9 @@ class LinearAllReduce(RowParallelLinear):
         whole: list[tuple[Problem, Config]] = []
         norm = next(iter(self._norm), None)
         if norm and self.bias is None and self._layout == "nk" and self._world is not None:
-            norm.use_from_this_thread()
             k, _ = self._features
             problems = [norm.behind(k, rows) for rows in self._sizes() if rows <= MOST_NORMED]
-            _, conditions, *_ = self._asked
-            deployed = deployed_as(conditions, hardware.on_gpu)
-            configs, stale = configs_for(self._world, problems, hardware, deployed, self._db, None, self._prove, counted=False)
-            notes += stale
-            whole = [(problem, config) for problem, config in zip(problems, configs, strict=True) if config]
+            whole = winners_behind(self, problems, hardware, notes)
         kernels = super()._operators([*requested, *whole], hardware, notes)
         self._whole = {kernel.problem.m: kernel for kernel in kernels if kernel.problem.op == Shape.op}
         return [kernel for kernel in kernels if kernel.problem.op != Shape.op]
@@ -554,38 +540,3 @@ def adding_behind(call: Call) -> Call:
                 out.add_(added)
 
     return run
-
-
-@torch.no_grad()
-def least_microseconds(world: World, device: torch.device, call: Callable[[], object]) -> float:
-    """Microseconds of a call on this rank. Collective.
-
-    On GPUs the minimum over REPEATED replays of a graph with REPEATED calls; on CPUs a single sample of a single call. On GPUs
-    each call follows a sum that replaces what the L2 holds, because in a model other products pass between two calls. The result
-    includes the time of that sum.
-    """
-    least, on_gpu = math.inf, device.type == "cuda"
-    repeated = REPEATED if on_gpu else 1
-    flush = torch.ones(torch.cuda.get_device_properties(device).L2_cache_size // 2 if on_gpu else 1, device=device)
-
-    def sample() -> None:
-        for _ in range(repeated):
-            flush.sum()
-            call()
-
-    run: Callable[[], object] = sample
-    sample()
-    if on_gpu:
-        world.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            sample()
-        run = graph.replay
-    for _ in range(repeated):
-        world.synchronize()
-        world.barrier()
-        started = time.perf_counter()
-        run()
-        world.synchronize()
-        least = min(least, time.perf_counter() - started)
-    return least / repeated * 1e6

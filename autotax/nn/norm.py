@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,12 +20,14 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.heap.world import together
+from autotax.hardware import Hardware
+from autotax.heap.world import World, together
 from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,
 )
 from autotax.nn.base import NO_BACKWARD, increment_version
+from autotax.nn.consensus import configs_for, deployed_as
 from autotax.nn.fallback import PlainNorm
 from autotax.nn.groups import on_device
 from autotax.nn.sized import SizedModule, nothing, remember
@@ -43,6 +46,8 @@ from autotax.operators.all_reduce_norm import EPS, GROUP
 from autotax.operators.all_reduce_norm import AllReduceNorm as Shape
 from autotax.operators.inputs import EIGHT_BITS
 
+REPEATED = 8
+"""Calls of a sample, and samples, with which a layer chooses between two ways."""
 Call = Callable[..., Any]
 Form = tuple[torch.Size, torch.dtype]
 """The shape and the dtype of a tensor."""
@@ -291,9 +296,13 @@ class AllReduceNorm(SizedModule):
         """The epsilon of calls."""
         return self._eps
 
-    def behind(self, k: int, rows: int) -> Shape:
+    def behind(self, k: int, rows: int, scales: str = "none", quantize: str = "none") -> Shape:
         """The problem of a call with `rows` rows behind a product with inner dimension k on each rank."""
-        return replace(self._most, m=rows, k=k)
+        return replace(self._most, m=rows, k=k, scales=scales, quantize=quantize)
+
+    def fits(self, columns: int, dtype: torch.dtype) -> bool:
+        """Whether rows of so many columns and this dtype can be normed."""
+        return (self._most.hidden, self._dtype) == (columns, dtype)
 
     @property
     def adds_residual(self) -> bool:
@@ -369,6 +378,66 @@ def held(norm: AllReduceNorm | None) -> tuple[AllReduceNorm, ...]:
     if norm is not None and not isinstance(norm, AllReduceNorm):
         raise UsageError(f"norm is of type {type(norm).__name__}; it must be an autotax.nn.AllReduceNorm: give one, or none")
     return () if norm is None else (norm,)
+
+
+def winners_behind(
+    layer: Any, problems: Sequence[Shape], hardware: Hardware, notes: list[str]
+) -> list[tuple[Problem, Config]]:
+    """The tuned configs of norms behind the product of a layer that has a norm. Collective."""
+    layer._norm[0].use_from_this_thread()
+    _, conditions, *_ = layer._asked
+    deployed = deployed_as(conditions, hardware.on_gpu)
+    configs, stale = configs_for(layer._world, problems, hardware, deployed, layer._db, None, layer._prove, counted=False)
+    notes += stale
+    return [(problem, config) for problem, config in zip(problems, configs, strict=True) if config]
+
+
+def call_behind(
+    layer: Any, kernel: Any, operands: tuple[Tensor, ...], shape: tuple[int, ...], read: dict[str, Tensor | None]
+) -> tuple[Tensor, ...]:
+    """The results of a kernel of the product, the sum and the norm. `operands` and `read` are converted for kernels."""
+    x, *more = operands
+    norm: AllReduceNorm = layer._norm[0]
+    filled = {name: x.new_empty(size, dtype=dtype) for name, (size, dtype) in norm.forms(torch.Size(shape))[1].items()}
+    a, *others = in_order(x=x, **read, **filled)
+    with layer._guards[0]:
+        kernel.fitted(replace(kernel.problem, m=len(a)))(a, *more, *others, eps=norm.eps)
+    return tuple(filled.values())
+
+
+@torch.no_grad()
+def least_microseconds(world: World, device: torch.device, call: Callable[[], object]) -> float:
+    """Microseconds of a call on this rank. Collective.
+
+    On GPUs the minimum over REPEATED replays of a graph with REPEATED calls; on CPUs a single sample of a single call. On GPUs
+    each call follows a sum that replaces what the L2 holds, because in a model other products pass between two calls. The result
+    includes the time of that sum.
+    """
+    least, on_gpu = math.inf, device.type == "cuda"
+    repeated = REPEATED if on_gpu else 1
+    flush = torch.ones(torch.cuda.get_device_properties(device).L2_cache_size // 2 if on_gpu else 1, device=device)
+
+    def sample() -> None:
+        for _ in range(repeated):
+            flush.sum()
+            call()
+
+    run: Callable[[], object] = sample
+    sample()
+    if on_gpu:
+        world.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            sample()
+        run = graph.replay
+    for _ in range(repeated):
+        world.synchronize()
+        world.barrier()
+        started = time.perf_counter()
+        run()
+        world.synchronize()
+        least = min(least, time.perf_counter() - started)
+    return least / repeated * 1e6
 
 
 def norm_behind(layer: Any, residual: Tensor | None, *read: Tensor | None) -> AllReduceNorm:

@@ -22,10 +22,11 @@ from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, ceil_div
 from autotax.hardware import Hardware
 from autotax.nn import custom_ops
-from autotax.nn.base import NO_OUT, Module, increment_version, module_of
+from autotax.nn.base import NO_OUT, increment_version, module_of
 from autotax.nn.fallback import PlainScaled
 from autotax.nn.groups import on_device
-from autotax.nn.norm import AllReduceNorm, held, norm_behind
+from autotax.nn.norm import AllReduceNorm, held
+from autotax.nn.scaled_normed import ScaledNormed
 from autotax.nn.sized import greatest_rows, remember, sizes_up_to
 from autotax.nn.tensor_checks import (
     addend,
@@ -43,6 +44,7 @@ from autotax.nn.tensor_checks import (
 )
 from autotax.operators import registry
 from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.operators.all_reduce_norm import AllReduceNorm as Shape
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.scaled import GROUP, SCALES_OF, laid_out, scales_shape
 from autotax.spaces.scaled import FEW_ROWS
@@ -96,7 +98,7 @@ def behind_each_other(weights: tuple[Tensor, ...], scales: tuple[Tensor, ...]) -
     return whole, torch.cat(scales)
 
 
-class ScaledLinear(Module):
+class ScaledLinear(ScaledNormed):
     """A parallel linear layer with a weight in e4m3. AllGatherLinear describes what all layers have in common.
 
     - `wide_class`: the class of layers that does the same with a weight in bf16. `kind`: all_gather, reduce_scatter, all_reduce.
@@ -123,8 +125,6 @@ class ScaledLinear(Module):
     _plain: Any
     _most_of_few: int
     """The most rows of the bulk-synchronous kernel for few rows; 0: there is none."""
-    _norm: tuple[AllReduceNorm, ...] = ()
-    """The module of `normed`, if any."""
     _sides: tuple[int, int]
     """Columns of the result, and elements of a row of x."""
 
@@ -238,8 +238,9 @@ class ScaledLinear(Module):
         self._look_up(prepared_for, deployed, config)
 
     def _operators(self, requested: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Any]:
-        """Also compiles kernels for calls that add."""
-        return self._with_additions(super()._operators(requested, hardware, notes))
+        """Also makes kernels of the product, the sum and the norm that were tuned, and compiles kernels for calls that add."""
+        kernels = super()._operators([*requested, *self._winners_of_normed(hardware, notes)], hardware, notes)
+        return self._with_additions(self._without_normed(kernels))
 
     def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
         """One bulk-synchronous kernel for few rows without a winner: there Triton's products are faster than the library's."""
@@ -279,6 +280,9 @@ class ScaledLinear(Module):
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         rows = self._rows_of(problem)
+        if isinstance(problem, Shape):
+            yield from self._rehearsals_of_normed(problem)
+            return
         step = self.world_size if self.kind == "reduce_scatter" else 1
         for some in dict.fromkeys(count for count in (rows, rows - step, step) if count > 0):
             smaller = self.problem(some)
@@ -310,48 +314,6 @@ class ScaledLinear(Module):
             raise UsageError("gathered is given to a layer with a weight in e4m3, which returns no gathered x: leave it out")
         y = self._forward(x, scales, out, residual)
         return y.split(self.columns, -1) if self.columns else y
-
-    def normed(
-        self, x: Tensor, norm_weight: Tensor, residual: Tensor | None = None, scale: Tensor | None = None, *,
-        scales: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """The layer with the residual, then the norm of its result, quantised as the module `norm` says.
-
-        Without a tuned config for this number of rows, LinearAllReduce leaves the sum to the norm module.
-
-        Args:
-            x: As in a call of the layer.
-            norm_weight: [n].
-            residual: Shaped like the result of the layer.
-            scale: A float32 tensor [1], where the norm has quant "tensor".
-            scales: Of an x in e4m3.
-
-        Returns:
-            y, the new residual, and the scales if any: see AllReduceNorm.
-
-        Raises:
-            UsageError: The layer has no norm, or a tensor is not allowed, or requires a gradient.
-        """
-        norm = norm_behind(self, residual, x, self.bias, norm_weight, self.backward_weight)
-        if self.kind == "all_reduce" and not is_compiling():
-            self._ensure_ready()
-            call = self.kernel_for(math.prod(x.shape[:-1]))
-            if self._world and (call is self._plain or call.config.variant == "bsp"):
-                return norm(self._addend(call, x, scales), norm_weight, residual, scale)
-        return norm.of_sums(self._forward(x, scales, None, residual), norm_weight, scale)
-
-    def _addend(self, call: Any, x: Tensor, scales: Tensor | None) -> Tensor:
-        """This rank's addend of the sum of a bulk-synchronous call. The first rank adds the bias."""
-        tensors = x, scales, self.weight, self.scales, self.input_scale, None, self.bias, None
-        with on_device(self._index):
-            x, of_x, weight, weight_scales, shape, bias, _ = self._checked(*tensors)
-            out = torch.empty(shape, dtype=self.out_dtype, device=self._device)
-            n, k = self._sides
-            if x.numel():
-                call.product(x.view(-1, k), weight, *of_x, weight_scales, out.view(-1, n))
-            if bias is not None and self._world and self._world.rank == 0:
-                out += bias
-        return out
 
     def _forward(self, x: Tensor, scales: Tensor | None, out: Tensor | None, residual: Tensor | None) -> Tensor:
         if torch.is_grad_enabled():

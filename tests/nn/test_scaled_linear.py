@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,10 +15,14 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.heap import World
-from autotax.nn import AllGatherLinear, AllReduceNorm, LinearAllReduce, LinearReduceScatter
+from autotax.kernels.all_reduce_norm.scaled_norms import ScaledFused
+from autotax.nn import AllGatherLinear, AllReduceNorm, LinearAllReduce, LinearReduceScatter, scaled_normed
 from autotax.nn.scaled_linear import ScaledLinear
+from autotax.operators.all_reduce_norm import AllReduceNorm as Normed
 from autotax.operators.scaled import dequantised, laid_out, quantised, scales_of, scales_shape
 from autotax.runner.ranks import Ranks
+from tests.torch.winners import database, usual
+from tests.volume import volume
 
 WORLD, M, N, K = 2, 8, 96, 256
 LAYERS = {"all_gather": AllGatherLinear, "reduce_scatter": LinearReduceScatter, "all_reduce": LinearAllReduce}
@@ -137,6 +142,59 @@ def test_rows_come_back_normed(ranks: Ranks, kind: str, quant: str) -> None:
     """With quantised results errors count an eighth: a code of e4m3 has 3 bits."""
     found = ranks.run(errors_of_normed, kind, quant, timeout=120)
     assert max(map(max, found)) < TOLERANCE
+
+
+def normed_in_one(world: World, path: str, layout: str, quantize: str | None, us: list[float]) -> tuple[int, list[float]]:
+    """How many calls of `normed` ran one kernel, and the errors of all. `us`: without and with that kernel, as if measured."""
+    weight, scales = weight_of(layout, world.rank)
+    norm = AllReduceNorm(N, M, dtype=torch.bfloat16, device="cpu", quant="row", db=path)
+    static = {"input_scale": torch.full((1,), 1 / 64)} if quantize == "static" else {}
+    given: dict[str, Any] = {"scales": scales, "quantize": quantize, "norm": norm, "db": path, "sizes": [M], **static}
+    with mock.patch.object(scaled_normed, "least_microseconds", side_effect=us):
+        layer = LinearAllReduce(weight, None, M, **given)
+    compiled = torch.compile(layer.normed, backend="aot_eager", fullgraph=True)
+    norm_weight, ran, errors = torch.linspace(0.5, 1.5, N).bfloat16(), [0], []
+    run = ScaledFused.run
+
+    def counted(*arguments: Any) -> None:
+        ran[0] += 1
+        run(*arguments)
+
+    with torch.no_grad(), mock.patch.object(ScaledFused, "run", counted):
+        for rows, call in ((M, layer.normed), (2, layer.normed), (M, compiled)):
+            x, total = x_of(world.rank, rows), right("all_reduce", layout, quantize or layout, world.rank, rows) + 1
+            of_x = None if quantize else scales_of(x, layout)
+            x = x if of_x is None else quantised(x, of_x, layout)
+            y, new_residual, of_y = call(x, norm_weight, torch.ones(rows, N).bfloat16(), scales=of_x)
+            wanted = torch.nn.functional.rms_norm(total, (N,), norm_weight.float(), 1e-6)
+            errors.append(float((new_residual.float() - total).norm() / total.norm()))
+            errors.append(float((y.float() * of_y.view(-1, 1) - wanted).norm() / wanted.norm() / 8))
+        with pytest.raises(UsageError, match="residual is not given"):
+            layer.normed(x, norm_weight, scales=of_x)
+    assert layer.failure() is None
+    world.barrier()
+    layer.close()
+    norm.close()
+    return ran[0], errors
+
+
+@pytest.mark.parametrize(
+    ("layout", "quantize", "us"),
+    [
+        ("row", "row", [2.0, 1.0]),
+        ("row", "row", [1.0, 2.0]),
+        ("block", None, [2.0, 1.0]),
+        *volume(("tensor", "static", [2.0, 1.0])),
+    ],
+)
+def test_a_tuned_kernel_of_product_sum_and_norm_runs_where_it_was_faster(
+    ranks: Ranks, tmp_path: Path, layout: str, quantize: str | None, us: list[float]
+) -> None:
+    problem = Normed(M, N, "bf16", WORLD, quant="row", k=K, scales=layout, quantize=quantize or "none")
+    path = database(tmp_path / "winners.db", {problem: usual(problem, "scaled_fused")})
+    for ran, errors in ranks.run(normed_in_one, path, layout, quantize, us, timeout=120):
+        assert ran == (3 if us[1] < us[0] else 0)
+        assert max(errors) < TOLERANCE
 
 
 def without_winners(world: World, kind: str) -> list[Any]:
