@@ -15,6 +15,8 @@ MOST_WORDS = 1 << 21
 """Most words that a rank sends to another in one trip: 16 MiB."""
 MOST_MULTIPLIED = 64
 """Most rows for `fused`, whose tiles have all of them."""
+MOST_QUANTISED = 4
+"""Most rows that every program of `scaled_fused` may quantise for itself, one after the other."""
 BARRIERS = 1024
 """Bytes of shared memory beside the blocks of a pipeline."""
 FEWEST_ROWS = 32
@@ -148,6 +150,8 @@ def scaled_fused(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | N
         "block_n": (64, 128) if hardware.on_gpu else (32,),
         "num_stages": (2, 3, 4, 5, 6, 8, 10) if hardware.backend == "cuda" else (2,),
         "splits": scaled.parameters(front, problem.m, hardware)["splits"],
+        "loads": ("tma", "pointer") if hardware.backend == "cuda" else ("pointer",),
+        "quantised": ("before", "within") if front.quantize != "none" and problem.m <= MOST_QUANTISED else ("before",),
     }
 
     def name(n: int, stages: int) -> str:
@@ -157,15 +161,20 @@ def scaled_fused(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | N
         return programs * scaled.shared_bytes(name(n, stages)) <= hardware.shared_memory
 
     shared = Constraint(("block_n", "num_stages", "per_processor"), fits, "the pipelines do not fit in shared memory")
-    constraints = (_held(problem, hardware), _room(problem, hardware), shared)
+    within = Constraint(
+        ("loads", "quantised"), lambda loads, where: loads == "pointer" or where == "before", "pointers load such codes"
+    )
+    constraints = (_held(problem, hardware), _room(problem, hardware), shared, within)
     space = VariantSpace("scaled_fused", parameters, constraints)
+    ways = list(dict.fromkeys([(parameters["loads"][0], "before"), ("pointer", parameters["quantised"][-1])]))
     split = parameters["split"][min(2, len(parameters["split"]) - 1)]
     seeds = []
     for n, warps, programs in ((64, 4, 1), (64, 8, 1), (64, 4, 2), (128, 8, 1), (128, 4, 2), (64, 8, 2), (64, 1, 1)):
         at_once = scaled.splits_at_once(name(n, 2), problem.m, problem.hidden, hardware)
-        for splits in dict.fromkeys((at_once, programs * at_once)):
+        for splits, (loads, where) in itertools.product(dict.fromkeys((at_once, programs * at_once)), ways):
             values = {"block_n": n, "num_warps": warps, "per_processor": programs, "splits": splits}
-            near = {key: _nearest(parameters[key], value) for key, value in values.items()} | {"words": "blank", "split": split}
+            rest = {"words": "blank", "split": split, "loads": loads, "quantised": where}
+            near = {key: _nearest(parameters[key], value) for key, value in values.items()} | rest
             deep = (Config.of("scaled_fused", near | {"num_stages": stages}) for stages in parameters["num_stages"][::-1])
             seeds += [config for config in deep if space.why_not(config) is None][:1]
     return VariantSpace("scaled_fused", parameters, constraints, tuple(dict.fromkeys(seeds))) if seeds else None

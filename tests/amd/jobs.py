@@ -42,6 +42,8 @@ PROBLEMS: tuple[Problem, ...] = (
     AllReduceNorm(3, 264, "bf16", 2, k=72),  # behind a product
     AllReduceNorm(3, 272, "bf16", 2, k=80, scales="row", quantize="row"),  # behind one of e4m3
 )
+CODES = PROBLEMS[-1]
+"""Every program quantises all rows for itself."""
 NARROW = FlashDecode(2, 4, 2, 16, 75, "bf16", 2, "head_scatter", 16, "e4m3fnuz", "learned", window=20, queries=3)
 """The 8-bit type that gfx942 converts, with all optional inputs of query tokens."""
 TWO_DIES = AllGatherGemm(70, 70, 40, "bf16", "m", 2)
@@ -68,6 +70,8 @@ def jobs(targets: list[str]) -> Iterator[Job]:
         yield target, SHARED_ROWS, Config.of("one_shot", words="epoch", split=2, num_warps=1, per_processor=1)
         late: dict[str, Value] = {"shots": "two", "rows": 1, "ahead": 1, "signals": "late", "num_warps": 1, "per_processor": 1}
         yield target, SHARED_ROWS, Config.of("push", late)
+        values = space_for(CODES, hardware(target, 2)).default("scaled_fused").values
+        yield target, CODES, Config.of("scaled_fused", values | {"loads": "pointer", "quantised": "within"})
         for problem in (*PROBLEMS, NARROW) if target == "hip:gfx942" else PROBLEMS:
             space = space_for(problem, hardware(target, problem.world_size))
             for name in space.variants:

@@ -316,11 +316,11 @@ def digests_behind(world: World, problem: AllReduceNorm, config: Config, rows: t
     ("problem", "variant", "way"),
     [
         (BEHIND, "fused", {"words": "blank", "split": 2}),
-        (BEHIND_CODES, "scaled_fused", {"words": "blank", "split": 2, "splits": 2}),
+        (BEHIND_CODES, "scaled_fused", {"words": "blank", "split": 2, "splits": 2, "quantised": "within"}),
         *volume(
             (BEHIND, "fused", {"words": "epoch", "split": 1}),
             (BEHIND, "fused", {"words": "blank", "split": 1}),
-            (BEHIND_CODES, "scaled_fused", {"words": "epoch", "split": 1, "splits": 1}),
+            (BEHIND_CODES, "scaled_fused", {"words": "epoch", "split": 1, "splits": 1, "quantised": "before"}),
         ),
     ],
     ids=str,

@@ -161,6 +161,13 @@ JOBS += [
     if variant in space_for(problem, known_hardware(target)).variants
     for config in some_configs(target, problem, variant)
 ]
+ONE_ROW = AllReduceNorm(1, 8192, "bf16", 2, k=4096, scales="block", quantize="block")
+"""A norm behind a product of e4m3 for which every program quantises the row for itself."""
+JOBS += [
+    (target, ONE_ROW, next(seed for seed in space.seeds if seed["quantised"] == "within"))
+    for target in ("cuda:90", "hip:gfx942")
+    for space in (space_for(ONE_ROW, known_hardware(target)).variants["scaled_fused"],)
+]
 PACKETS = AllGatherGemm(64, 7168, 8192, "bf16", "m", 8)
 """A problem of `push_packets`. It also compiles on targets where the search uses `push_words` instead."""
 JOBS += [

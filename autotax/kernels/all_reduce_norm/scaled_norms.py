@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels.all_gather_gemm.scaled_shards import Quantiser
+from autotax.kernels.all_gather_gemm.scaled_shards import CODES, Quantiser, spread_quantised
 from autotax.kernels.all_reduce_norm.norm import Bsp, NormKernel, given_factor
 from autotax.kernels.all_reduce_norm.packets import packed_numbers, slot_of
 from autotax.kernels.all_reduce_norm.push import Push
@@ -22,7 +22,7 @@ from autotax.kernels.all_reduce_norm.shots import LEAST_ROWS, OneShot, TwoShot, 
 from autotax.kernels.context import Context, gdc_wait
 from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, part_of_tile
-from autotax.kernels.primitives import LIMIT, store_whole
+from autotax.kernels.primitives import LIMIT, settle, store_whole
 from autotax.kernels.scaled_product import BLOCK_K, LIBRARY, ScaledProduct, Tile, scaled_sum, with_scales
 from autotax.operators.all_reduce_norm import EPS, AllReduceNorm
 
@@ -100,14 +100,19 @@ def send_to_all(
 
 @triton.jit(do_not_specialize=["rank", "m", "eps", "stride_g"])
 def scaled_fused_kernel(
-    a, scales_a, stride_m, stride_g, b, scales_b, residual, weight, new_residual, y, scales, inbox, partials, finished, bases, control, state,
-    rank, m, k, eps, room,
+    wide, static, codes, a, scales_a, stride_m, stride_g, b, scales_b, residual, weight, new_residual, y, scales,
+    inbox, partials, finished, bases, control, state, rank, m, k, groups, eps, room,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, SPLIT: tl.constexpr,
     PART: tl.constexpr, SENT: tl.constexpr, HELD: tl.constexpr, COLS: tl.constexpr,
     SCALES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr,
+    WITHIN: tl.constexpr, COLS_A: tl.constexpr,
     OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`fused_kernel` with a product of e4m3: see `scaled_product`. The program that adds up the parts of a tile sends it."""
+    """`fused_kernel` with a product of e4m3: see `scaled_product`. The program that adds up the parts of a tile sends it.
+
+    WITHIN is how every program quantises all rows of `wide` for itself, or "none". Then `codes`, which are the bytes of `a`, and
+    `scales_a` have a part for each program. COLS_A is a power of two, not below k.
+    """
     if EARLY:
         gdc_wait()
     program = tl.program_id(0)
@@ -115,13 +120,22 @@ def scaled_fused_kernel(
     epoch = tl.load(state + program)
     before = tl.load(state + programs + program)
     limit = tl.load(control + LIMIT)
-    static = given_factor(scales, QUANT)
+    factor = given_factor(scales, QUANT)
     away = distances(bases, rank, WORLD)
     if program == m:
         bring(weight, HIDDEN, COLS, TARGET)
     if ADDED:
         if program < m:
             bring(residual + tl.cast(program, tl.int64) * HIDDEN, HIDDEN, COLS, TARGET)
+    if WITHIN != "none":
+        at = program * (m * tl.cast(k, tl.int64))
+        if WITHIN != "tensor":
+            scales_a += program * m * groups
+        spread_quantised(
+            wide, static, float("inf"), codes + at, scales_a, 0, m, groups, 0, m, k, bases, 0, 1, True, 1, WITHIN, COLS_A, TARGET
+        )
+        a += at
+        settle(TARGET)  # threads of this program read what others of them have stored
     mine = inbox + (slot_of(epoch, WIDE) * WORLD + rank) * room
     blocks = tl.cdiv(k, BLOCK_K)
     for item in tl.range(program, tl.cdiv(HIDDEN, BLOCK_N) * SPLITS, programs):
@@ -146,7 +160,7 @@ def scaled_fused_kernel(
     # Here rather than at the start: the product need not wait for the number of the call.
     clean_rows(inbox, epoch, before, program, programs, rank, room, 0, WORLD, WIDE, WIDTH, SPLIT, PART, SENT, TARGET)
     norm_rows(
-        None, residual, weight, new_residual, y, scales, inbox, epoch, static, control, limit, program, programs, rank, m, eps, room,
+        None, residual, weight, new_residual, y, scales, inbox, epoch, factor, control, limit, program, programs, rank, m, eps, room,
         WORLD, WIDE, TYPE, WIDTH, HIDDEN, SPLIT, PART, HELD, COLS, OFFSET, QUANT, ADDED, TARGET,
     )  # fmt: skip
     tl.debug_barrier()  # all threads have read the state
@@ -155,15 +169,25 @@ def scaled_fused_kernel(
 
 
 class ScaledFused(ScaledOperands, OneShot):
-    """`Fused` with a product of e4m3, whose tiles may be computed in parts along K. Partial sums never wait for each other."""
+    """`Fused` with a product of e4m3, whose tiles may be computed in parts along K. Partial sums never wait for each other.
+
+    A kernel in front quantises an a of 16 bits, or every program does it for itself (`quantised`), which saves a launch.
+    """
 
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
         rows = max(LEAST_ROWS, power_of_two(problem.m))
         name = f"{rows}x{config['block_n']}x{config['num_stages']}x{config['num_warps']}"
         self.tile = Tile(Config.of(config.variant, product=name, splits=config["splits"]), context)
+        self.tile.tma = config["loads"] == "tma"
         super().__init__(problem, config, context)
         self.partials, self.finished = self.tile.parts(problem.m, problem.hidden, context)
-        self.constants |= self.tile.constants(problem.front)
+        self.groups = max(1, self.quantised.groups)
+        self.constants |= self.tile.constants(problem.front) | {"WITHIN": "none", "COLS_A": self.quantised.columns}
+        if config["quantised"] == "within":
+            self.constants["WITHIN"] = self.quantised.quant
+            self.codes = context.empty((self.programs, problem.m, problem.k), torch.uint8)
+            self.own_scales = context.empty((self.programs, self.groups * problem.m), torch.float32)
+            self.quantised: Any = lambda a, of_a: (a, self.own_scales if of_a is None else of_a)
 
     def units(self, problem: AllReduceNorm, config: Config) -> int:
         return max(ceil_div(problem.hidden, self.tile.columns) * self.tile.splits, super().units(problem, config))
@@ -179,10 +203,12 @@ class ScaledFused(ScaledOperands, OneShot):
     def run(self, x: Any, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float) -> None:
         a, scales_a, b, scales_b = x
         context, problem, tile = self.context, self.problem, self.tile
-        strides = scales_a.stride() if scales_a.dim() == 2 else (0, 0)
+        wide, codes, strides = a, scales_a, scales_a.stride() if scales_a.dim() == 2 else (0, 0)
+        if self.constants["WITHIN"] != "none":
+            codes, a, strides = self.codes, self.codes.view(CODES), (1, problem.m)
         context.launch(
             scaled_fused_kernel, (self.programs,),
-            tile.view(a, tile.rows), scales_a, *strides, tile.view(b, tile.columns), scales_b, residual, weight, new_residual, y, scales,
-            self.inbox, self.partials, self.finished, context.heap.bases, self.control, self.state,
-            context.rank, problem.m, problem.k, eps, self.room, **self.constants,
+            wide, scales_a, codes, tile.view(a, tile.rows), scales_a, *strides, tile.view(b, tile.columns), scales_b,
+            residual, weight, new_residual, y, scales, self.inbox, self.partials, self.finished, context.heap.bases, self.control, self.state,
+            context.rank, problem.m, problem.k, self.groups, eps, self.room, **self.constants,
         )  # fmt: skip
