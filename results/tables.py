@@ -4,7 +4,8 @@
 
 A call goes on where the last one ended: problems in FOLDER/comparisons.jsonl are done, and trials of others count. Each problem
 is tuned for `--each` seconds, its winner soaked, then compared in place with every alternative, all in one pool of ranks.
-FOLDER/tuned.db has the winners and FOLDER/tables.md the tables. Operators take turns, so that an early end leaves a part of each.
+FOLDER/tuned.db has the winners and FOLDER/tables.md the tables. Operators take turns, and an operator's problems come in steps
+through its list, so that an early end leaves a cross-section.
 With `--served` nothing is tuned: what look-ups answer, shipped winners too, is compared.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -46,13 +48,19 @@ SHAPES = (
     "h200x2/gather-attention/shapes.toml",
 )
 """Sizes are those of one rank, for any number of ranks."""
+GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def problems(files: Sequence[Path], world_size: int, only: Sequence[str] | None) -> list[Problem]:
-    """The problems of all files by turns, those of the operators `only` if given."""
-    lists = [[with_world_size(problem, world_size) for problem in read_shapes(file, world_size)] for file in files]
+    """The problems of all files by turns, those of the operators `only` if given. Any beginning is a cross-section."""
+    lists = [spread([with_world_size(problem, world_size) for problem in read_shapes(file, world_size)]) for file in files]
     turns = [problem for turn in zip_longest(*lists) for problem in turn if problem is not None]
     return [problem for problem in dict.fromkeys(turns) if not only or problem.op in only]
+
+
+def spread(problems: Sequence[Problem]) -> list[Problem]:
+    """The problems in steps of the golden ratio through their sequence."""
+    return [problems[i] for i in sorted(range(len(problems)), key=lambda i: i * GOLDEN % 1)]
 
 
 def fits(problem: Problem, hardware: Hardware) -> bool:

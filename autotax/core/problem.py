@@ -122,6 +122,11 @@ class Problem(ABC):
         return self.dtype
 
     @property
+    def addends(self) -> int:
+        """Ranks whose 16-bit results an element of the output adds up. A library may round after each addition."""
+        return 1
+
+    @property
     @abstractmethod
     def world_size(self) -> int:
         """Ranks that take part."""

@@ -119,6 +119,10 @@ class AllReduceNorm(Problem):
         return self.dtype if self.quant == "none" else "e4m3"
 
     @property
+    def addends(self) -> int:
+        return self.world_size
+
+    @property
     def out_size(self) -> int:
         """Bytes of an element of y."""
         return self.item_size if self.quant == "none" else 1

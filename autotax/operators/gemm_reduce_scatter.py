@@ -63,6 +63,10 @@ class GemmReduceScatter(Problem):
         return self.result if self.dtype == "e4m3" else self.dtype
 
     @property
+    def addends(self) -> int:
+        return self.world_size
+
+    @property
     def flops(self) -> int:
         return 2 * self.m * self.n * self.k
 

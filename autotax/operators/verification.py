@@ -47,14 +47,30 @@ def reference(problem: Problem, seed: int, rank: int, device: torch.device) -> E
     """The right output of `rank` for a seed."""
     (right, spread), *more = registry.of(problem).right(problem, Calls(problem, seed, device), rank)
     # Scales are their own spread: each follows the largest of rounded numbers, so it may be off by one step.
-    others = tuple(Expected.of(*other, DTYPES[problem.dtype], step=other[0] is other[1]) for other in more)
-    return Expected.of(right, spread, (DTYPES | EIGHT_BITS)[problem.out_dtype], others)
+    times = roundings(problem)
+    others = tuple(Expected.of(*other, DTYPES[problem.dtype], step=other[0] is other[1], times=times) for other in more)
+    return Expected.of(right, spread, (DTYPES | EIGHT_BITS)[problem.out_dtype], others, times=times)
 
 
 TOLERANCE = {"bf16": 5e-3, "fp16": 2e-3, "fp32": 1e-5, "e4m3": 8e-2}
 """Largest relative error (see `distance`) that counts as right. e4m3 outputs are compared with a reference that is also
 quantised. Their inputs may differ by 16-bit rounding, so a few percent of the numbers become the neighbouring e4m3 value.
 """
+
+
+def roundings(problem: Problem) -> float:
+    """By how much a library that rounds after each addition errs more than over two ranks.
+
+    Roundings of w addends of equal spread have together the variance of one rounding of the sum. The sum of the first i addends
+    has i / w of the sum's variance, and its rounding i / w of that of one rounding.
+    """
+    world = problem.addends
+    return math.sqrt(((world + 1) / 2 + 1 - 1 / world) / 2) if world > 2 else 1.0
+
+
+def tolerance(problem: Problem) -> float:
+    """Largest relative error of the output that counts as right."""
+    return TOLERANCE[problem.out_dtype] * roundings(problem)
 
 
 @dataclass(frozen=True)
@@ -76,10 +92,12 @@ class Expected:
 
     @classmethod
     def of(
-        cls, right: Tensor, spread: Tensor | None, dtype: torch.dtype, more: tuple[Expected, ...] = (), step: bool = False
-    ) -> Expected:
+        cls, right: Tensor, spread: Tensor | None, dtype: torch.dtype, more: tuple[Expected, ...] = (), step: bool = False,
+        times: float = 1.0,
+    ) -> Expected:  # fmt: skip
         """`spread`: one per element; without it the root mean square of all elements. Deviations of the type's smallest number
-        count as rounding. `step`: each element follows one rounded number, which may be the neighbour of the right one.
+        count as rounding. `step`: each element follows one rounded number, which may be the neighbour of the right one. `times`:
+        see `roundings`.
         """
         odd = (~right.isfinite()).view(-1).nonzero().view(-1)
         if spread is None:
@@ -87,8 +105,7 @@ class Expected:
             spread = (finite.norm() / math.sqrt(max(1, right.numel()))).expand_as(right)
         numbers = torch.finfo(dtype)
         allowed = next(limit for name, limit in TOLERANCE.items() if (DTYPES | EIGHT_BITS).get(name) == dtype)
-        if step:
-            allowed = max(allowed, 1.05 * numbers.eps)
+        allowed = times * (max(allowed, 1.05 * numbers.eps) if step else allowed)
         floor = max(numbers.smallest_normal * numbers.eps / allowed, torch.finfo(torch.float32).tiny)
         return cls(right, (spread + floor).reciprocal_(), odd, allowed, more)
 
@@ -130,7 +147,7 @@ def farthest(out: Tensor, right: Tensor | Expected, call: Call) -> Tensor:
 
 
 def distance(out: Tensor, right: Tensor | Expected) -> Tensor:
-    """Relative error of an output: a float32 scalar on its device; at most TOLERANCE if the output is right.
+    """Relative error of an output: a float32 scalar on its device; at most `tolerance` if the output is right.
 
     Deviations d and the reference r are in units of each element's spread. The result is the largest of
 

@@ -23,7 +23,7 @@ from autotax.kernels.alignment import delay
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.operators.inputs import Call
-from autotax.operators.verification import TOLERANCE, Expected, farthest, make_inputs, reference, relative_error
+from autotax.operators.verification import Expected, farthest, make_inputs, reference, relative_error, tolerance
 from autotax.runner.measurement import Candidate, Effort, RankReport
 
 # The inputs and references of one problem on one rank, drawn once and kept for all its trials.
@@ -350,7 +350,7 @@ class Bench:
     def check_error(self, error: float, where: str) -> None:
         """Notes the relative error of a result. Raises WrongResult if it is too great."""
         self.relative_error = max(self.relative_error, error)
-        allowed = TOLERANCE[self.problem.out_dtype]
+        allowed = tolerance(self.problem)
         if not error <= allowed:
             raise WrongResult(f"rank {self.context.rank}: relative error {error:.3g} {where}, allowed {allowed:g}")
 

@@ -180,7 +180,7 @@ def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardw
     """One recorded call on this rank. Collective. Raises RuntimeError for a wrong result and for a wait that gave up."""
     from autotax.kernels import prepare
     from autotax.kernels.offline import fix_cache_keys
-    from autotax.operators.verification import TOLERANCE, make_inputs, reference, relative_error
+    from autotax.operators.verification import make_inputs, reference, relative_error, tolerance
     from autotax.runner.device_timestamps import Stamps, stamping
     from autotax.runner.local_runner import CPU_HEAP_BYTES, GPU_HEAP_BYTES
     from autotax.runner.rank_worker import open_context
@@ -210,7 +210,7 @@ def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardw
     if failure := operator.failure():
         raise RuntimeError(failure)
     error = relative_error(result, reference(problem, 0, world.rank, world.device))
-    if not error <= TOLERANCE[problem.out_dtype]:
+    if not error <= tolerance(problem):
         raise RuntimeError(f"the result is wrong: relative error {error:.3g}")
     context.heap.close()
     if stamps:

@@ -151,7 +151,7 @@ def _check_refusals(problem: Problem, failures: list[str]) -> int:
 def _check_calls(
     operator: Operator[Any], problems: Sequence[Problem], variants: Sequence[str] | None, failures: list[str]
 ) -> int:
-    from autotax.operators.verification import TOLERANCE
+    from autotax.operators.verification import tolerance
     from autotax.runner.ranks import RankFailure, Ranks
 
     count = 0
@@ -166,8 +166,8 @@ def _check_calls(
                         failures.append(f"{config} of {problem.key}: {str(failure).strip().splitlines()[-1]}")
                         continue
                     worst = max(max(errors) for errors in relative_errors)
-                    if not worst <= TOLERANCE[problem.out_dtype]:
-                        failures.append(f"{config} of {problem.key}: error {worst:.3g}, allowed {TOLERANCE[problem.out_dtype]:g}")
+                    if not worst <= tolerance(problem):
+                        failures.append(f"{config} of {problem.key}: error {worst:.3g}, allowed {tolerance(problem):g}")
     return count
 
 

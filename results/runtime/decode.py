@@ -292,21 +292,23 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--dtypes", choices=tuple(TOLERANCE), nargs="+", default=list(TOLERANCE))
+    parser.add_argument("--world-size", type=int, default=2, help="default 2")
     parser.add_argument("--backend", choices=("cuda", "cpu"))
     parser.add_argument("--db", help="database of winners, a path or a URL; default: yours")
     parser.add_argument("--json", type=Path, help="file for the document")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which all ranks are killed")
     given = parser.parse_args()
     hardware = detect(given.backend)
-    sizes = Sizes(given.hidden, given.q_heads, given.kv_heads, given.head_dim, given.ffn, given.layers, given.kv_len, 2)
+    heads = (given.q_heads, given.kv_heads, given.head_dim)
+    sizes = Sizes(given.hidden, *heads, given.ffn, given.layers, given.kv_len, given.world_size)
     bsp = {batch: best_bsp(_attention(sizes, batch, "bf16"), hardware, given.db) for batch in given.batches}
     plan = Plan(sizes, tuple(given.batches), tuple(given.dtypes), bsp, given.db, given.rounds)
     try:
-        ranks = run_ranks(work, 2, hardware.backend, plan, timeout=given.timeout)
+        ranks = run_ranks(work, given.world_size, hardware.backend, plan, timeout=given.timeout)
     except RankFailure as failure:
         print(f"decode.py: the ranks failed\n{failure}", file=sys.stderr)
         return 1
-    print(f"{given.layers} layers, KV {given.kv_len}, 2 ranks, {hardware}; microseconds of a step")
+    print(f"{given.layers} layers, KV {given.kv_len}, {given.world_size} ranks, {hardware}; microseconds of a step")
     right, document = True, []
     for of_ranks in zip(*ranks, strict=True):
         mine = of_ranks[0]

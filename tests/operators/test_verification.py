@@ -16,7 +16,7 @@ from autotax.core.problem import Problem
 from autotax.hardware import detect
 from autotax.kernels.context import DTYPES
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
-from autotax.operators.verification import TOLERANCE, Expected, farthest, make_inputs, reference, relative_error
+from autotax.operators.verification import TOLERANCE, Expected, farthest, make_inputs, reference, relative_error, tolerance
 from autotax.runner.benchmark import SOAKED, VERIFIED, Bench, InputCache, WrongResult
 from autotax.runner.measurement import Candidate
 
@@ -57,6 +57,21 @@ def test_rounding_passes_and_five_times_the_tolerance_does_not(problem: Problem,
         allowed = TOLERANCE[problem.dtype]
         assert relative_error(right, expected) < 0.8 * allowed
         assert relative_error(expected.right * (1 + 5 * allowed), expected) > allowed
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("world", [4, 8])
+def test_a_sum_that_is_rounded_after_each_addition_passes_and_one_without_a_rank_does_not(world: int, seed: int) -> None:
+    problem = GemmReduceScatter(256, 512, 64, "bf16", "replicated", world)
+    expected = reference(problem, seed, 0, CPU)
+    operands = [make_inputs(problem, seed, rank, CPU).tensors for rank in range(world)]
+    first, *others = ((a.float() @ b.float().t()).bfloat16() for a, b in operands)
+    rounded = first.clone()
+    for other in others:
+        rounded += other
+    error = relative_error(rounded, expected)
+    assert 0.45 * tolerance(problem) < error < 0.55 * tolerance(problem)
+    assert relative_error(rounded - first, expected) > 10 * tolerance(problem)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
