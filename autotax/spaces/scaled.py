@@ -23,7 +23,10 @@ TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
     128: ((128, 5, 8), (64, 6, 4), (256, 3, 8)),
 }
 """Columns, stages and warps of tiles, by their rows."""
-ON_AMD = {rows: tuple((columns, 2, warps) for columns, _, warps in tiles if columns <= 128) for rows, tiles in TILES.items()}
+ON_AMD = {
+    rows: tuple(dict.fromkeys((columns, 2, warps) for columns, _, warps in tiles if columns <= 128))
+    for rows, tiles in TILES.items()
+}
 ON_CPU: dict[int, tuple[tuple[int, int, int], ...]] = {16: ((32, 2, 4),), 32: ((32, 2, 4),)}
 SPLITS = (1, 2, 4, 8, 16)
 BLOCKS_OF_ONE_SCALE = (64, 128)
