@@ -38,7 +38,7 @@ OPERATORS = {
 """The rows of the table. Those of FP8 are the problems whose inputs are in e4m3."""
 DRAWN = ("All-Gather + GEMM", "FP8 All-Gather + GEMM", "GEMM + Reduce-Scatter", "Flash Decode")
 """What the plot shows, on four GPUs."""
-LEFT, AXIS, ROW = 190, 420, 17
+LEFT, AXIS, ROW = 200, 420, 17
 """Pixels: of the names, of the axis, of a problem."""
 MOST = 2.4
 """Where the axis ends."""
@@ -108,7 +108,7 @@ def plot() -> str:
     for name, found in groups:
         y += ROW
         parts.append(_words(8, y, name, weight="bold"))
-        for each in found:
+        for each in sorted(found, key=_size):
             y += ROW
             ours, theirs = over_bsp(each), best_alternative(each)
             parts.append(_words(LEFT - 12, y, _label(each["problem"]), "end"))
@@ -119,7 +119,7 @@ def plot() -> str:
         y += ROW
     parts += [f'<circle cx="{LEFT}" cy="12" r="5" fill="{BLUE}"/>', _words(LEFT + 9, 16, "autotax")]
     parts += [f'<circle cx="{LEFT + 90}" cy="12" r="4" fill="{ORANGE}"/>', _words(LEFT + 99, 16, "best alternative")]
-    parts.append(_words(LEFT + 230, 16, "times faster than BSP, 4 x H100, in place"))
+    parts.append(_words(LEFT + 230, 16, "times faster than BSP, 4 x H100"))
     size = f'width="{LEFT + AXIS + 30}" height="{bottom + 26:.0f}"'
     view = f'viewBox="0 0 {LEFT + AXIS + 30} {bottom + 26:.0f}"'
     title = "<title>Speed-up over BSP of the tuned config and of the best alternative, problem by problem</title>"
@@ -131,9 +131,15 @@ def _x(ratio: float) -> float:
     return LEFT + AXIS * (ratio - 0.9) / (MOST - 0.9)
 
 
+def _size(comparison: dict[str, Any]) -> list[int]:
+    problem = comparison["problem"]
+    return [problem.get(name, 0) for name in ("n", "k", "m", "kv_len", "q_heads", "batch")]
+
+
 def _label(problem: dict[str, Any]) -> str:
     if problem["op"] != "flash-decode":
-        return f"{problem['m']} x {problem['n']} x {problem['k']}"
+        everywhere = " on all ranks" if problem.get("output") == "replicated" else ""
+        return f"{problem['m']} x {problem['n']} x {problem['k']}{everywhere}"
     tokens = f"{math.ceil(problem['kv_len'] / 1024)}K"
     return f"batch {problem['batch']}, {problem['q_heads']} heads, {tokens} tokens"
 
