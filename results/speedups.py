@@ -24,30 +24,25 @@ from autotax.operators import registry
 from autotax.operators.registry import problem_from_dict
 
 RESULTS = Path(__file__).parent
-OPERATORS = {"all-gather-gemm": "All-Gather + GEMM", "flash-decode": "Flash Decode"}
-HOSTS = {"h200x4": "4 x H200", "h200x2": "2 x H200"}
-IN_PLACE = (
-    ("h100x2/in-place", "all-gather-gemm", "All-Gather + GEMM*, 2 x H100"),
-    ("h100x2/in-place", "gemm-reduce-scatter", "GEMM + Reduce-Scatter*, 2 x H100"),
-    ("h100x2/in-place", "decode-merge", "Decode merge*, 2 x H100"),
-    ("h100x2/all-reduce-norm", "all-reduce-norm", "All-reduce + norm*, 2 x H100"),
-    ("h100x2/fp8", "all-gather-gemm", "FP8 All-Gather + GEMM*, 2 x H100"),
-    ("h100x2/fp8", "gemm-reduce-scatter", "FP8 GEMM + Reduce-Scatter*, 2 x H100"),
-    ("h100x2/gather-attention", "gather-attention", "Gather + attention*, 2 x H100"),
-)
-"""Folders of `tables.py`, an operator of each, and their rows of the table."""
-LEFT, AXIS, ROW = 190, 420, 17
+HOSTS = ("h100x2", "h100x4")
+OPERATORS = {
+    "All-Gather + GEMM": "all-gather-gemm",
+    "GEMM + Reduce-Scatter": "gemm-reduce-scatter",
+    "FP8 All-Gather + GEMM": "all-gather-gemm",
+    "FP8 GEMM + Reduce-Scatter": "gemm-reduce-scatter",
+    "All-reduce + norm": "all-reduce-norm",
+    "Gather + attention": "gather-attention",
+    "Decode merge": "decode-merge",
+    "Flash Decode": "flash-decode",
+}
+"""The rows of the table. Those of FP8 are the problems whose inputs are in e4m3."""
+DRAWN = ("All-Gather + GEMM", "FP8 All-Gather + GEMM", "GEMM + Reduce-Scatter", "Flash Decode")
+"""What the plot shows, on four GPUs."""
+LEFT, AXIS, ROW = 200, 420, 17
 """Pixels: of the names, of the axis, of a problem."""
 MOST = 2.4
 """Where the axis ends."""
 BLUE, ORANGE, GREY, PALE = "#0072b2", "#d55e00", "#777777", "#dddddd"
-
-
-def comparisons(host: str, operator: str) -> list[dict[str, Any]]:
-    """The published ones of configs that ship, without `shard="k"`, which torch's operator does not do."""
-    told = json.loads(lzma.decompress((RESULTS / host / operator / "compare.json.xz").read_bytes()))
-    found = told if isinstance(told, list) else told["results"]  # a list: documents of before schema versions
-    return [each for each in found if each["problem"].get("shard", "m") == "m" and ships(each)]
 
 
 @cache
@@ -80,33 +75,31 @@ def best_alternative(comparison: dict[str, Any]) -> float:
     return over_bsp(comparison) / float(comparison["speedup_vs_best_peer"])
 
 
-def in_place(folder: str, operator: str) -> list[dict[str, Any]]:
-    """The comparisons of an operator in a folder of `tables.py`, of configs that ship."""
-    lines = lzma.decompress((RESULTS / folder / "comparisons.jsonl.xz").read_bytes()).splitlines()
-    return [each for each in map(json.loads, lines) if each["problem"]["op"] == operator and ships(each)]
+def comparisons(host: str, name: str) -> list[dict[str, Any]]:
+    """Those in place of a row of the table, of configs that ship: the last one of each problem."""
+    files = sorted((RESULTS / host).glob("*/comparisons.jsonl.xz"))
+    every = [json.loads(line) for file in files for line in lzma.decompress(file.read_bytes()).splitlines()]
+    fp8 = name.startswith("FP8")
+    asked = [each for each in every if each["problem"]["op"] == OPERATORS[name] and (each["problem"]["dtype"] == "e4m3") is fp8]
+    return list({json.dumps(each["problem"]): each for each in asked if ships(each)}.values())
 
 
 def table() -> list[str]:
-    """The rows of the README's table: geometric means, in parentheses the least and the greatest."""
-    groups = [
-        (f"{name}, {machine}", comparisons(host, operator))
-        for host, machine in HOSTS.items()
-        for operator, name in OPERATORS.items()
-    ]
-    rows = []
-    for name, found in [*groups, *((name, in_place(folder, operator)) for folder, operator, name in IN_PLACE)]:
-        bsp = [over_bsp(each) for each in found]
-        alternative = [float(each["speedup_vs_best_peer"]) for each in found]
-        spans = [f"{geometric_mean(some):.2f}x ({min(some):.2f}-{max(some):.2f})" for some in (bsp, alternative)]
-        rows.append(f"| {name} | {len(found)} | {spans[0]} | {spans[1]} |")
-    return rows
+    """The rows of the README's table: for each host the number of problems, and geometric means; in parentheses the least."""
+    return [f"| {name} | {' | '.join(_cells(comparisons(host, name)) for host in HOSTS)} |" for name in OPERATORS]
+
+
+def _cells(found: list[dict[str, Any]]) -> str:
+    bsp = map(over_bsp, found)
+    alternative = [float(each["speedup_vs_best_peer"]) for each in found]
+    return f"{len(found)} | {geometric_mean(bsp):.2f}x | {geometric_mean(alternative):.2f}x ({min(alternative):.2f})"
 
 
 def plot() -> str:
     """One row a problem on four GPUs: the tuned config and the best alternative, in times of BSP in a graph."""
     parts: list[str] = []
     y = 44.0
-    groups = [(name, comparisons("h200x4", operator)) for operator, name in OPERATORS.items()]
+    groups = [(name, comparisons("h100x4", name)) for name in DRAWN]
     bottom = y + sum(ROW * (len(found) + 2) for _, found in groups)
     for tick in [1 + step / 4 for step in range(6)]:
         colour, width = (GREY, 2) if tick == 1 else (PALE, 1)
@@ -115,7 +108,7 @@ def plot() -> str:
     for name, found in groups:
         y += ROW
         parts.append(_words(8, y, name, weight="bold"))
-        for each in found:
+        for each in sorted(found, key=_size):
             y += ROW
             ours, theirs = over_bsp(each), best_alternative(each)
             parts.append(_words(LEFT - 12, y, _label(each["problem"]), "end"))
@@ -126,7 +119,7 @@ def plot() -> str:
         y += ROW
     parts += [f'<circle cx="{LEFT}" cy="12" r="5" fill="{BLUE}"/>', _words(LEFT + 9, 16, "autotax")]
     parts += [f'<circle cx="{LEFT + 90}" cy="12" r="4" fill="{ORANGE}"/>', _words(LEFT + 99, 16, "best alternative")]
-    parts.append(_words(LEFT + 230, 16, "times faster than BSP, 4 x H200, bf16"))
+    parts.append(_words(LEFT + 230, 16, "times faster than BSP, 4 x H100"))
     size = f'width="{LEFT + AXIS + 30}" height="{bottom + 26:.0f}"'
     view = f'viewBox="0 0 {LEFT + AXIS + 30} {bottom + 26:.0f}"'
     title = "<title>Speed-up over BSP of the tuned config and of the best alternative, problem by problem</title>"
@@ -138,9 +131,15 @@ def _x(ratio: float) -> float:
     return LEFT + AXIS * (ratio - 0.9) / (MOST - 0.9)
 
 
+def _size(comparison: dict[str, Any]) -> list[int]:
+    problem = comparison["problem"]
+    return [problem.get(name, 0) for name in ("n", "k", "m", "kv_len", "q_heads", "batch")]
+
+
 def _label(problem: dict[str, Any]) -> str:
-    if problem["op"] == "all-gather-gemm":
-        return f"{problem['m']} x {problem['n']} x {problem['k']}"
+    if problem["op"] != "flash-decode":
+        everywhere = " on all ranks" if problem.get("output") == "replicated" else ""
+        return f"{problem['m']} x {problem['n']} x {problem['k']}{everywhere}"
     tokens = f"{math.ceil(problem['kv_len'] / 1024)}K"
     return f"batch {problem['batch']}, {problem['q_heads']} heads, {tokens} tokens"
 
