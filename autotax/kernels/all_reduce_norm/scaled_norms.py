@@ -110,8 +110,8 @@ def scaled_fused_kernel(
 ):  # fmt: skip
     """`fused_kernel` with a product of e4m3: see `scaled_product`. The program that adds up the parts of a tile sends it.
 
-    WITHIN is how every program quantises all rows of `wide` for itself, or "none". Then `codes`, which are the bytes of `a`, and
-    `scales_a` have a part for each program. COLS_A is a power of two, not below k.
+    WITHIN is how every program quantises all rows of `wide` for itself, or "none". Then `a` and
+    `scales_a` have a part for each program; `codes` are the bytes of `a`. COLS_A is a power of two, not below k.
     """
     if EARLY:
         gdc_wait()
