@@ -132,3 +132,20 @@ def _otherwise(make: Callable[..., None], more: dict[str, int] | None) -> Callab
         vars(self).update(more)
 
     return make_more
+
+
+def test_a_row_of_a_product_has_the_same_bits_in_every_place() -> None:
+    patch_interpreter()
+    drawn = np.random.default_rng(0)
+    x, y, added = (drawn.standard_normal(shape).astype(np.float32) for shape in ((64, 40), (40, 24), (64, 24)))
+
+    def multiplied(places: np.ndarray) -> np.ndarray:
+        handles = (interpreter.TensorHandle(values, tl.float32) for values in (x[places], y, added[places]))
+        product: np.ndarray = interpreter.interpreter_builder.create_dot(*handles, None, 0).data
+        assert product.dtype == np.float32
+        return product
+
+    whole = multiplied(np.arange(64))
+    np.testing.assert_allclose(whole, x.astype(np.float64) @ y + added, rtol=1e-6, atol=1e-6)
+    for places in (np.arange(8, 16), np.arange(64)[::-1], np.array([9])):
+        assert np.array_equal(multiplied(places), whole[places])
