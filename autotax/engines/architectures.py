@@ -1,9 +1,10 @@
 """Lists the problems of a Hugging Face model at a degree of tensor parallelism.
 
 A config.json names the sizes of a model. Its column-parallel layers are All-Gather + GEMM where activations are sharded along the
-sequence; its row-parallel layers are GEMM + Reduce-Scatter there, and GEMM + All-Reduce where they are not. Most families have
-the layers of Llama or of DeepSeek, and their configs say which; `Family` has the differences. Routed experts are grouped
-products, which no operator computes: they are left out.
+sequence; its row-parallel layers are GEMM + Reduce-Scatter there, and GEMM + All-Reduce where they are not. Where a residual and
+an RMSNorm follow the sum, engines fuse the three: all-reduce-norm. Most families have the layers of Llama or of DeepSeek, and
+their configs say which; `Family` has the differences. Routed experts are grouped products, which no operator computes: they are
+left out.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 from autotax.core.errors import UsageError, did_you_mean
 from autotax.core.files import as_utf8, read_once
 from autotax.core.problem import Problem
-from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
+from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.operators.scaled import SCALES_OF
 
 LARGEST_FILE = 2**24
@@ -33,8 +35,8 @@ LARGEST_HEAD = 256
 """The most elements of a head that Flash Decode supports."""
 Layers = Iterator["Linear"]
 _TABLES = tomllib.loads((Path(__file__).parents[1] / "templates/families.toml").read_text())
-NAMES, KEYS = _TABLES["names"], _TABLES["keys"]
-"""Other keys of a size, and keys by what they say."""
+NAMES, KEYS, NORMS = _TABLES["names"], _TABLES["keys"], _TABLES["norms"]
+"""Other keys of a size, keys by what they say, and families by their norms."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,15 @@ class Architecture:
     """The parts of the model that are not covered, one line each."""
     quantize: str = ""
     """How inputs of its FP8 weights are quantised: row, block or static; empty for other weights."""
+    norm: int | None = None
+    """What is added to the weights of the RMSNorm behind sum and residual; None where no such norm follows."""
 
     def problems(
         self, tokens: Sequence[int], *, dtype: str | None = None, train: bool = False, kv_len: int | None = None
     ) -> dict[Problem, str]:
         """The problems for these numbers of tokens, each with the names of the layers that need it.
 
-        - `train`: also the products of the backward.
+        - `train`: also the products of the backward, and no norms, whose operator has none.
         - `kv_len`: also decode steps, over a KV cache of `kv_len` tokens that is sharded over the ranks.
         """
         layers: dict[Problem, list[str]] = {}
@@ -86,6 +90,8 @@ class Architecture:
         for layer, m in product(self.layers, tokens):
             for problem, name in self._of_layer(layer, m, of, train):
                 layers.setdefault(problem if dtype else self._in_fp8(problem), []).append(name)
+            for problem in () if train else self._of_norm(layer, m, of):
+                layers.setdefault(problem, []).append(f"norm behind {layer.name}")
         if kv_len is not None:
             for batch in (m for m in tokens if m <= MOST_DECODED):
                 for problem, name in self._of_decode(batch, kv_len, of):
@@ -104,6 +110,13 @@ class Architecture:
             yield AllGatherGemm(m, layer.n, layer.k, dtype, "m", ranks), layer.name
             if train:
                 yield GemmReduceScatter(m, layer.k, layer.n, dtype, "scattered", ranks, "kn"), f"{layer.name}, backward"
+
+    def _of_norm(self, layer: Linear, m: int, dtype: str) -> Iterator[Problem]:
+        """Sum, residual and norm behind a layer; also with e4m3 results for layers whose inputs have one scale."""
+        if self.norm is not None and layer.row:
+            for quant in ("none", "tensor") if self.quantize == "static" else ("none",):
+                with suppress(UsageError):  # more rows or columns than the operator supports
+                    yield AllReduceNorm(m, layer.n, dtype, self.ranks, "added", quant, self.norm)
 
     def _in_fp8(self, problem: Problem) -> Problem:
         """The same product with weights in e4m3 where the model has them. Sizes that e4m3 does not support keep their type."""
@@ -165,7 +178,7 @@ def architecture_of(
     if sizes.assumed:
         taken = ", ".join(f"{name} {value}" for name, value in sizes.assumed.items())
         notes.append(f"its config leaves out what transformers takes by default: {taken}")
-    return Architecture(family, ranks, dtype, tuple(layers), attention, tuple(notes), quantize)
+    return Architecture(family, ranks, dtype, tuple(layers), attention, tuple(notes), quantize, sizes.norm_of(family))
 
 
 def _family(configs: Sequence[Mapping[str, Any]], name: str) -> tuple[str, Family]:
@@ -309,6 +322,11 @@ class Sizes:
         """Whether attention and MLP have the same input, and their outputs are added."""
         return any(self.config.get(name) is True for name in KEYS["side_by_side"])
 
+    def norm_of(self, family: str) -> int | None:
+        """See Architecture.norm."""
+        apart = self.side_by_side or family in NORMS["apart"] or not isinstance(self.config.get("rms_norm_eps"), int | float)
+        return None if apart else int(family in NORMS["offset"])
+
     @property
     def experts(self) -> int:
         """Routed experts; 0 in a dense model."""
@@ -433,7 +451,7 @@ def _wrong(text: str) -> UsageError:
     return UsageError(f"tokens is {text!r}; it must be numbers such as 1,16,64...8192: give others as --tokens")
 
 
-ASKED = {"vllm": ("sum", "merge"), "sglang": ("sum", "merge", "sharded rows"), "torch": ("sharded rows",)}
+ASKED = {"vllm": ("sum", "merge", "norm"), "sglang": ("sum", "merge", "norm", "sharded rows"), "torch": ("sharded rows",)}
 """Which problems a plugin looks up, by its name: see `_kind`."""
 
 
@@ -443,7 +461,8 @@ def _kind(problem: Problem) -> str:
     """
     if isinstance(problem, GemmReduceScatter) and problem.output == "replicated":
         return "sum"
-    return {AllGatherGemm: "sharded rows", GemmReduceScatter: "sharded rows", DecodeMerge: "merge"}.get(type(problem), "")
+    kinds = {AllGatherGemm: "sharded rows", GemmReduceScatter: "sharded rows", DecodeMerge: "merge", AllReduceNorm: "norm"}
+    return kinds.get(type(problem), "")
 
 
 def asked_by(engine: str, layers: Mapping[Problem, str]) -> dict[Problem, str]:

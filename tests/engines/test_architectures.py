@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 
 from autotax.core.errors import UsageError
-from autotax.engines.architectures import FAMILIES, REFUSED, Linear, architecture_of, read_architecture, tokens_of
-from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
+from autotax.engines.architectures import (
+    FAMILIES,
+    NORMS,
+    REFUSED,
+    Linear,
+    architecture_of,
+    asked_by,
+    read_architecture,
+    tokens_of,
+)
+from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 
 Config = dict[str, Any]
 
@@ -60,6 +69,7 @@ LLAMA_4 = grouped(
     "llama4_text", 5120, 40, 8, intermediate_size=8192, intermediate_size_mlp=16384, head_dim=128, num_local_experts=128,
     interleave_moe_layer_step=2,
 )  # fmt: skip
+GEMMA_7B = grouped("gemma", 3072, 16, 16, intermediate_size=24576, head_dim=256)
 PHI_3_MINI = grouped("phi3", 3072, 32, 32, intermediate_size=8192)
 LLAVA_7B = {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}}
 FALCON_40B = {
@@ -313,6 +323,37 @@ def test_a_latent_cache_is_merged_but_not_attended_to() -> None:
     found = architecture_of(DEEPSEEK_V3, 8).problems([16, 8192], kv_len=4096)
     decode = [each for each in found if not isinstance(each, AllGatherGemm | GemmReduceScatter)]
     assert decode == [HeadGather(16, 128, 576, "bf16", 8), DecodeMerge(16, 128, 512, "bf16", 8, "head_scatter")]
+
+
+RMS = {"rms_norm_eps": 1e-5}
+STATIC = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
+
+
+def norms_of(config: Config, tokens: list[int], **more: Any) -> dict[AllReduceNorm, str]:
+    found = architecture_of(config, 2).problems(tokens, **more)
+    return {problem: layers for problem, layers in found.items() if isinstance(problem, AllReduceNorm)}
+
+
+def test_residual_and_norm_behind_a_sum_are_a_problem() -> None:
+    found = norms_of(LLAMA_70B | RMS, [4, 8192, 16384])  # the operator takes 8192 rows at most
+    assert list(found) == [AllReduceNorm(m, 8192, "bf16", 2, "added") for m in (4, 8192)]
+    assert set(found.values()) == {"norm behind attention output, norm behind down of the MLP"}
+    assert not norms_of(LLAMA_70B | RMS, [4], train=True)
+    quants = {problem.quant for problem in norms_of(LLAMA_70B | RMS | STATIC, [4])}
+    assert quants == {"none", "tensor"}
+
+
+def test_other_orders_of_sum_residual_and_norm_are_left_out() -> None:
+    assert {norm.offset for norm in norms_of(GEMMA_7B | RMS, [4])} == {1}
+    others = (LLAMA_70B, FALCON_40B | RMS, *({**LLAMA_70B, **RMS, "model_type": kind} for kind in NORMS["apart"]))
+    assert not any(norms_of(config, [4]) for config in others)
+    assert set(NORMS["apart"]) | set(NORMS["offset"]) <= FAMILIES.keys()
+
+
+@pytest.mark.parametrize(("engine", "asked"), [("vllm", 1), ("sglang", 1), ("torch", 0)])
+def test_plugins_of_engines_ask_for_norms(engine: str, asked: int) -> None:
+    found = asked_by(engine, architecture_of(LLAMA_70B | RMS, 2).problems([4]))
+    assert sum(isinstance(problem, AllReduceNorm) for problem in found) == asked
 
 
 def test_the_backward_takes_the_weights_the_other_way() -> None:
