@@ -75,7 +75,7 @@ class Architecture:
     quantize: str = ""
     """How inputs of its FP8 weights are quantised: row, block or static; empty for other weights."""
     norm: int | None = None
-    """The offset of weights of the RMSNorm behind sum and residual, as all-reduce-norm has it; None where no such norm follows."""
+    """The `offset` of all-reduce-norm for the RMSNorm behind sum and residual; None where no such norm follows."""
 
     def problems(
         self, tokens: Sequence[int], *, dtype: str | None = None, train: bool = False, kv_len: int | None = None
