@@ -116,7 +116,9 @@ class Driver:
         while True:
             self._look(slots)
             joining = self._joining(slots)
-            if self.asked and not self.snapshot.left and not joining:
+            # A host may have joined while the problems of another kind were dealt.
+            undealt = any(host.present and host.kind not in self.asked for host in self.snapshot.hosts)
+            if self.asked and not self.snapshot.left and not joining and not undealt:
                 return ""
             if not self.engine.running and not any(host.present for host in self.snapshot.hosts):
                 return "" if self.asked and not self.snapshot.left else "no host is left: see what each of them told"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from sqlalchemy import create_engine, text
 
 from autotax.core.errors import MachineError, UsageError
 from autotax.db import Store
@@ -143,6 +144,25 @@ def test_a_host_that_joins_after_another_has_left_is_waited_for(url: str) -> Non
     engine = Threads(StandInBench(), StandInBench(hardware=B200))
     late(engine.benches[0], lambda: 1 in engine.told)
     outcome = drive(url, engine, lambda hardware: [] if hardware == B200 else [a_job(0)])
+    assert outcome.done and outcome.snapshot.count("tuned") == 1
+
+
+def test_a_host_that_joins_while_another_kind_is_dealt_gets_its_problems(url: str) -> None:
+    dealing = threading.Event()
+    engine = Threads(StandInBench(), StandInBench(hardware=B200))
+    late(engine.benches[0], dealing.is_set)
+
+    def jobs(hardware: Hardware) -> list[FleetJob]:
+        if hardware != B200:
+            return [a_job(0)]
+        dealing.set()
+        database = create_engine(url)
+        with database.connect() as connection:
+            wait_until(lambda: connection.execute(text("SELECT count(*) FROM autotax_fleet_host")).scalar() == 2, 60)
+        database.dispose()
+        return []
+
+    outcome = drive(url, engine, jobs)
     assert outcome.done and outcome.snapshot.count("tuned") == 1
 
 

@@ -332,7 +332,7 @@ def test_products_summed_and_normed_by_one_kernel_have_equal_bits_on_all_ranks(
     assert config in space_for(problem, detect("cpu"))
     first, *others = ranks.run(digests_behind, problem, config, (4, 1, 4, 2))
     assert others == [first] * (WORLD - 1)
-    said = ranks.run(conformance.note_without, problem, config, 2, 64)
+    said = ranks.run(conformance.note_without, problem, config, 2, PATIENCE)
     assert all(re.match(f"rank {rank} waited for flag .* of rank 2:", str(said[rank])) for rank in (0, 1))
 
 
