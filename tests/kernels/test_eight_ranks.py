@@ -9,8 +9,16 @@ import pytest
 
 from autotax.core.problem import Problem
 from autotax.hardware import detect
-from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
-from autotax.operators.verification import TOLERANCE
+from autotax.operators.problems import (
+    AllGatherGemm,
+    AllReduceNorm,
+    DecodeMerge,
+    FlashDecode,
+    GatherAttention,
+    GemmReduceScatter,
+    HeadGather,
+)
+from autotax.operators.verification import tolerance
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from tests.conformance import calls as conformance
@@ -27,6 +35,8 @@ PROBLEMS: list[Problem] = [
     DecodeMerge(2, 8, 16, "bf16", WORLD, "head_scatter"),
     HeadGather(2, 16, 16, "bf16", WORLD),
     AllReduceNorm(9, 64, "bf16", WORLD, quant="row"),
+    AllReduceNorm(3, 64, "bf16", WORLD, k=32, scales="row", quantize="row"),
+    GatherAttention(1, 16, 8, 16, 128, "bf16", WORLD),
 ]
 CASES = [(problem, variant) for problem in PROBLEMS for variant in space_for(problem, detect("cpu")).variants]
 CALLS = 3
@@ -46,4 +56,4 @@ def ranks() -> Iterator[Ranks]:
 def test_is_right_on_eight_ranks(ranks: Ranks, problem: Problem, variant: str) -> None:
     config = space_for(problem, detect("cpu")).default(variant)
     for errors in ranks.run(conformance.errors_of, problem, config, CALLS):
-        assert max(errors) <= TOLERANCE[problem.out_dtype]
+        assert max(errors) <= tolerance(problem)
