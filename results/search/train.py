@@ -177,11 +177,18 @@ def main(folder: Path) -> None:
                   f"{np.mean(abs(missed) < 2 * error):.1%} within two errors")  # fmt: skip
 
 
+def _place(trial: Trial) -> tuple[str, str, str]:
+    return trial.problem.key, trial.hardware.device, trial.config.variant
+
+
 def report(op: str, trials: Sequence[Trial], error: np.ndarray, y: np.ndarray) -> float:
+    youngest: dict[tuple[str, str, str], int] = {}
+    for trial in trials:
+        youngest[_place(trial)] = min(trial.age, youngest.get(_place(trial), trial.age))
     by_problem = defaultdict(list)
     for at, trial in enumerate(trials):
-        if trial.age == 0:
-            by_problem[trial.problem.key].append(at)
+        if trial.age == youngest[_place(trial)]:
+            by_problem[_place(trial)[:2]].append(at)
     print(f"{op}: {len(trials)} configs of {len({t.problem.key for t in trials})} problems")
     print(f"  error of log latency on problems left out: {np.sqrt(np.mean(error**2)):.3f}, median {np.median(abs(error)):.3f}; "
           f"without trees {np.std(y):.3f}")  # fmt: skip
