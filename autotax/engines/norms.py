@@ -4,11 +4,15 @@ Engines pass a coordinator of their groups: anything with `device_group` and `wo
 call of a shape, for all numbers of tokens, and compares them over the ranks. It makes one module for each group, shape and
 quantisation. Both are collective, and neither happens during a graph capture: a call whose module is missing is the engine's own.
 
-Eager models leave the sum of a row-parallel layer to the norm behind it (`reduce_results=False`). There are two ways: the
-product, then sum and norm by the engine's fused function (ours where it is taken); or product and sum by a winner of GEMM +
-All-Reduce, then the engine's norm alone. Both are measured when a layer's result first reaches the fused function, for each power
-of two of tokens, and the ranks agree on the faster. If the second is, later calls of the layer return a `Pending`: a tensor that
-is computed when it is used. The fused function takes it uncomputed.
+Eager models leave the sum of a row-parallel layer to the norm behind it (`reduce_results=False`). There are three ways:
+
+- the product, then sum and norm by the engine's fused function (ours where it is taken);
+- product and sum by a winner of GEMM + All-Reduce, then the engine's norm alone;
+- product, sum and norm by a winner that is one kernel.
+
+All are measured when a layer's result first reaches the fused function, for each power of two of tokens, and the ranks agree on
+the fastest. If that is not the first, later calls of the layer return a `Pending`: a tensor that is computed when it is used.
+The fused function takes it uncomputed.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from autotax.heap.world import World
 from autotax.nn.consensus import DTYPES
 from autotax.nn.groups import capturing
 from autotax.nn.norm import AllReduceNorm, least_microseconds
+from autotax.torch.normed import RmsNorm
 
 log = logging.getLogger("autotax")
 MOST_TOKENS = 8192
@@ -97,8 +102,10 @@ Product = Callable[[Tensor], Tensor]
 Source = tuple[Any, rows.Row, Tensor, Product]
 Norm = Callable[[Tensor, Tensor], Any]
 """Takes rows and a residual; it may overwrite both."""
-SOURCE, WAYS = "_autotax_source", "_autotax_summed_first"
-"""Attributes of a layer's result: the layer and its input; and of a layer: by tokens, whether the second way is the faster."""
+SOURCE, WAYS = "_autotax_source", "_autotax_ways"
+"""Attributes of a layer's result: the layer and its input; and of a layer: the fastest way by tokens."""
+LEFT, SUMMED, WHOLE = "leaves its sum to the norm", "sums with its product", "sums and norms with its product"
+"""The three ways, as logs name them."""
 
 
 class Pending(Tensor):
@@ -133,43 +140,51 @@ def unsummed(layer: Any, row: rows.Row | None, x: Any, product: Product) -> Tens
     """The result of a layer without a sum: its product, or a Pending. `product` is the engine's."""
     if row is None or torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.dim() != 2:
         return product(x)
-    summed_first = vars(layer).get(WAYS, {}).get(power_of_two(len(x)))
-    if summed_first:
+    way = vars(layer).get(WAYS, {}).get(power_of_two(len(x)))
+    if way in (SUMMED, WHOLE):
         return Pending.of(layer, x, product, layer.output_size)
     y = product(x)
-    if summed_first is None:
+    if way is None:
         setattr(y, SOURCE, (layer, row, x, product))
     return y
 
 
-def summed_and_normed(hidden: Tensor, residual: Tensor, group: Any, fused: Norm, alone: Norm) -> Any:
-    """The results of the engine's function `fused`, which sums, adds and norms, or of its norm `alone` behind our sum.
+def summed_and_normed(
+    hidden: Tensor, residual: Tensor, group: Any, fused: Norm, alone: Norm, norm: RmsNorm | None
+) -> Any:
+    """The results of the engine's function `fused`, which sums, adds and norms; or of its norm `alone` behind our sum; or of one
+    kernel that also norms.
 
-    `hidden` [tokens, hidden] are the partial sums of this rank, `group` is the engine's coordinator.
+    `hidden` [tokens, hidden] are the partial sums of this rank, `group` is the engine's coordinator. `norm` is None where kernels
+    do not compute this norm.
     """
     if isinstance(hidden, Pending):
         row = hidden.layer._autotax_row
-        if hidden.computed is None and row is not None:
-            return alone(rows.run(row, hidden.layer, hidden.input), residual)
-        return fused(hidden.value(), residual)
+        if hidden.computed is not None or row is None:
+            return fused(hidden.value(), residual)
+        way = vars(hidden.layer)[WAYS][power_of_two(len(hidden))]
+        if way == WHOLE and norm and (results := rows.normed(row, hidden.layer, hidden.input, residual, norm, group)):
+            return results
+        return alone(rows.run(row, hidden.layer, hidden.input), residual)
     source: Source | None = vars(hidden).pop(SOURCE, None)
     if source is not None and not capturing(hidden.device):
-        _decide(source, residual, group, fused, alone)
+        _decide(source, residual, group, fused, alone, norm)
     return fused(hidden, residual)
 
 
-def _decide(source: Source, residual: Tensor, group: Any, fused: Norm, alone: Norm) -> None:
-    """Measures both ways for this number of tokens. Collective."""
+def _decide(source: Source, residual: Tensor, group: Any, fused: Norm, alone: Norm, norm: RmsNorm | None) -> None:
+    """Measures the ways that there are for this number of tokens. Collective."""
     layer, row, x, product = source
     world = World.of(group.device_group, x.device)
-    summed_first = layer.__dict__.setdefault(WAYS, {})
 
-    ways: list[Callable[[], Any]] = [
-        lambda: fused(product(x), residual.clone()), lambda: alone(rows.run(row, layer, x), residual.clone()),
-    ]  # fmt: skip
-    us = [least_microseconds(world, x.device, way) for way in ways]
+    ways: dict[str, Callable[[], Any]] = {
+        LEFT: lambda: fused(product(x), residual.clone()), SUMMED: lambda: alone(rows.run(row, layer, x), residual.clone()),
+    }  # fmt: skip
+    if norm and rows.normed(row, layer, x, residual, norm, group):
+        ways[WHOLE] = lambda: rows.normed(row, layer, x, residual, norm, group)
+    us = [least_microseconds(world, x.device, way) for way in ways.values()]
     slowest = [max(of_ranks) for of_ranks in zip(*world.gather(us, list[float]), strict=True)]
-    chosen = summed_first[power_of_two(len(x))] = slowest[1] < slowest[0]
-    first = "sums with its product" if chosen else "leaves its sum to the norm"
+    way = list(ways)[slowest.index(min(slowest))]
+    layer.__dict__.setdefault(WAYS, {})[power_of_two(len(x))] = way
     name = cast(str, getattr(layer, "prefix", "")) or type(layer).__name__
-    log.info("autotax: %s %s for %d tokens, which saves %.1f us", name, first, len(x), max(slowest) - min(slowest))
+    log.info("autotax: %s %s for %d tokens: %.1f us, %.1f if it %s", name, way, len(x), min(slowest), slowest[0], LEFT)

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
-from autotax.engines.thresholds import agreed, kept_bits, listed, token_ranges
+from autotax.engines.thresholds import agreed, kept_bits, listed, norm_ranges, token_ranges
+from autotax.engines.thresholds import serves as lies_in_ranges
 from autotax.heap.world import World
 from autotax.nn.consensus import DTYPES
 from autotax.operators.scaled import SCALES_OF, scales_shape
 from autotax.torch import scaled, symm_mem
+from autotax.torch.normed import RmsNorm, matmul_all_reduce_norm
 from autotax.torch.plans import NotTaken
 
 log = logging.getLogger("autotax")
@@ -59,6 +61,34 @@ def run(row: Row, layer: Any, x: Tensor, batch_invariant: bool = False) -> Tenso
     scale = layer.input_scale if row.quantize == "static" else None
     how = getattr(layer, row.scales), row.quantize, row.collective, row.group
     return cast(Tensor, torch.ops.autotax.fused_quantised_matmul(x, layer.weight, scale, *how))
+
+
+def normed(row: Row, layer: Any, x: Tensor, residual: Tensor, norm: RmsNorm, group: Any) -> tuple[Tensor, Tensor] | None:
+    """The norm of the sum over the ranks of the layer's products and the residual, and that sum with the residual; None where no
+    winner is a kernel of all this.
+
+    `group` is the engine's coordinator. Collective at the first call of a kind, and never during a graph capture.
+    """
+    try:
+        b = scaled.by_rows(layer.weight, x.shape[-1])
+    except NotTaken:
+        return None
+    (n, k), quantize = b.shape, row.quantize
+    layout = SCALES_OF[quantize] if quantize else "none"
+
+    def ranges(world: World) -> list[tuple[int, int]]:
+        front = {"k": k, "scales": layout, "quantize": quantize or "none"}
+        return norm_ranges(n, DTYPES[x.dtype], world.size, offset=norm.offset, **front, world=world)  # type: ignore[arg-type]
+
+    key = "norm", n, x.dtype, x.device, quantize, norm.offset, k
+    if x.dtype not in DTYPES or not lies_in_ranges(len(x), group.device_group, x.device, key, f"norms behind {n} x {k}", ranges):
+        return None
+    scales: tuple[Tensor, ...] = ()
+    if quantize:
+        scales = (scaled.of_weight(getattr(layer, row.scales), layout, b),)
+        if quantize == "static":
+            scales = layer.input_scale.view(1), *scales
+    return matmul_all_reduce_norm(x, b, scales, quantize, residual, norm, row.group)
 
 
 def plain_row(n: int, k: int, dtype: torch.dtype, group: Any, device: torch.device, name: str) -> Row | None:

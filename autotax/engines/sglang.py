@@ -168,6 +168,7 @@ def forward_with_allreduce_fusion(
     from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
 
     from autotax.engines import norms
+    from autotax.torch.normed import RmsNorm
 
     whole = use_attn_tp_group and getattr(norm_module, "variance_size_override", None) is None
 
@@ -176,7 +177,8 @@ def forward_with_allreduce_fusion(
         return original(norm_module, x, residual, None, weight, use_attn_tp_group) if outputs is None else outputs[:2]
 
     if residual is not None and whole and post_residual_addition is None:
-        return norms.summed_and_normed(x, residual, get_parallel().tp_group, fused, norm_module)
+        ours = RmsNorm(weight, norm_module.variance_epsilon)
+        return norms.summed_and_normed(x, residual, get_parallel().tp_group, fused, norm_module, ours)
     return original(norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group)
 
 

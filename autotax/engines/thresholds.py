@@ -91,11 +91,18 @@ def merge_ranges(
 
 
 def norm_ranges(
-    hidden: int, dtype: str, ranks: int, *, quant: str = "none", offset: int = 0, most: int = MOST_NORMED,
-    **where: Unpack[Where],
+    hidden: int, dtype: str, ranks: int, *, quant: str = "none", offset: int = 0, k: int = 0, scales: str = "none",
+    quantize: str = "none", most: int = MOST_NORMED, **where: Unpack[Where],
 ) -> Ranges:  # fmt: skip
-    """The same for all-reduce, residual and norm: beyond these numbers a server's own function is the faster one."""
-    return _won(lambda m: AllReduceNorm(m, hidden, dtype, ranks, "added", quant, offset), most, **where)
+    """The same for all-reduce, residual and norm: beyond these numbers a server's own function is the faster one.
+
+    With `k` for one kernel of a row-parallel product, its sum and the norm; `scales` and `quantize` are those of the product.
+    """
+    more = "added", quant, offset, k, scales, quantize
+    try:
+        return _won(lambda m: AllReduceNorm(m, hidden, dtype, ranks, *more), most, **where)
+    except UsageError:
+        return []
 
 
 def serves(

@@ -171,16 +171,18 @@ def _tuned_norm(offset: int, original: Any) -> Any:
         from vllm.distributed.parallel_state import get_tp_group
 
         from autotax.engines import norms
+        from autotax.torch.normed import RmsNorm
 
-        weight, whole = norm.weight, getattr(norm, "variance_size_override", None) is None
+        whole = getattr(norm, "variance_size_override", None) is None
+        ours = RmsNorm(norm.weight, norm.variance_epsilon, offset) if whole else None
 
         def fused(partial: Any, residual: Any) -> Any:
-            outputs = _normed(partial, residual, weight, norm.variance_epsilon, offset=offset) if whole else None
+            outputs = _normed(partial, residual, *ours[:2], offset=offset) if ours else None
             return original(partial, residual, norm) if outputs is None else (outputs[0], outputs[1])
 
         if residual is None:
             return original(hidden_states, residual, norm)
-        return norms.summed_and_normed(hidden_states, residual, get_tp_group(), fused, norm)
+        return norms.summed_and_normed(hidden_states, residual, get_tp_group(), fused, norm, ours)
 
     return call
 

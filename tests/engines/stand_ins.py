@@ -179,7 +179,8 @@ class RowParallelLinear(PluggableLayer):
         if hasattr(self.quant_method, "create_weights"):
             self.quant_method.create_weights(self, output_size, self.input_size_per_partition)
         else:
-            self.weight = nn.Parameter(torch.randn(output_size, self.input_size_per_partition, generator=seed), False)
+            drawn = torch.randn(output_size, self.input_size_per_partition, generator=seed)
+            self.weight = nn.Parameter(drawn.to(self.params_dtype), False)
         self.bias = nn.Parameter(torch.ones(output_size), False) if bias else None
 
     def forward(self, input_: Tensor) -> Any:

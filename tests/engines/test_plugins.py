@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -163,14 +164,18 @@ def test_norms_of_sglang_are_ours_where_nobody_chose_another_group_or_kernel(ran
 
 
 @pytest.mark.parametrize("check", [checks.vllm_sums_left, checks.sglang_sums_left], ids=["vLLM", "SGLang"])
-@pytest.mark.parametrize("us", [[2.0, 1.0], [1.0, 2.0]], ids=["summed first", "left"])
-def test_a_layer_that_leaves_its_sum_to_a_norm_sums_first_where_that_was_faster(
+@pytest.mark.parametrize("us", [[2.0, 1.0, 3.0], [1.0, 2.0, 3.0], [3.0, 2.0, 1.0]], ids=["summed first", "left", "in one"])
+def test_a_layer_that_leaves_its_sum_to_a_norm_takes_the_fastest_of_three_ways(
     ranks: Ranks, tmp_path: Path, check: Any, us: list[float]  # noqa: F811
 ) -> None:
-    # 16 tokens: measured, then in the faster way; a result that is used otherwise is computed. 50 tokens are measured too.
-    first = us[1] < us[0]
-    right = [(1, False), (0, True), (1, True), (1, False)] if first else [(1, False)] * 4
-    assert ranks.run(check, winners(tmp_path), us * 2) == [right] * 2
+    product = replace(reduced(16), dtype="bf16")
+    behind = AllReduceNorm(16, N, "bf16", WORLD, k=K // WORLD)
+    db = database(tmp_path / "a.db", {product: usual(product, "push"), behind: usual(behind, "fused")})
+    # 16 tokens: measured, then in the fastest way; a result that is used otherwise is computed. 50 tokens are measured too.
+    # The kernel of all is called once to see that there is one, and then where it is the fastest.
+    right = [(1, False)] * 4 if us[0] == 1.0 else [(1, False), (0, True), (1, True), (1, False)]
+    # For 50 tokens there are two ways, since no winner is one kernel.
+    assert ranks.run(check, db, us + us[:2]) == [(right, 1 + (us[2] == 1.0))] * 2
 
 
 def test_thresholds_are_the_buckets_of_winners(tmp_path: Path) -> None:
