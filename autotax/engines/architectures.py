@@ -1,10 +1,10 @@
 """Lists the problems of a Hugging Face model at a degree of tensor parallelism.
 
-A config.json names the sizes of a model. Its column-parallel layers are All-Gather + GEMM where activations are sharded along the
-sequence; its row-parallel layers are GEMM + Reduce-Scatter there, and GEMM + All-Reduce where they are not. Where a residual and
-an RMSNorm follow the sum, engines fuse the three: all-reduce-norm. Most families have the layers of Llama or of DeepSeek, and
-their configs say which; `Family` has the differences. Routed experts are grouped products, which no operator computes: they are
-left out.
+A config.json names the sizes of a model. Its column-parallel layers are All-Gather + GEMM where activations are sharded along
+the sequence; its row-parallel layers are GEMM + Reduce-Scatter there, and GEMM + All-Reduce where they are not. Where a
+residual and an RMSNorm follow the sum, engines fuse the three: all-reduce-norm, for few rows with the product in front. Most
+families have the layers of Llama or of DeepSeek, and their configs say which; `Family` has the differences. Routed experts are
+grouped products, which no operator computes: they are left out.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from autotax.core.files import as_utf8, read_once
 from autotax.core.problem import Problem
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.operators.scaled import SCALES_OF
+from autotax.spaces.all_reduce_norm import MOST_MULTIPLIED
 
 LARGEST_FILE = 2**24
 """The most bytes of a config.json."""
@@ -112,11 +113,20 @@ class Architecture:
                 yield GemmReduceScatter(m, layer.k, layer.n, dtype, "scattered", ranks, "kn"), f"{layer.name}, backward"
 
     def _of_norm(self, layer: Linear, m: int, dtype: str) -> Iterator[Problem]:
-        """Sum, residual and norm behind a layer; also with e4m3 results for layers whose inputs have one scale."""
-        if self.norm is not None and layer.row:
-            for quant in ("none", "tensor") if self.quantize == "static" else ("none",):
-                with suppress(UsageError):  # more rows or columns than the operator supports
-                    yield AllReduceNorm(m, layer.n, dtype, self.ranks, "added", quant, self.norm)
+        """Sum, residual and norm behind a layer, also with e4m3 results for layers whose inputs have one scale. For few rows also
+        with the product in front.
+        """
+        if self.norm is None or not layer.row:
+            return
+        calls: list[tuple[Any, ...]] = [("none", self.norm)]
+        if self.quantize == "static":
+            calls.append(("tensor", self.norm))
+        if m <= MOST_MULTIPLIED:
+            front = (SCALES_OF[self.quantize], self.quantize) if self.quantize else ()
+            calls.append(("none", self.norm, layer.k, *front))
+        for call in calls:
+            with suppress(UsageError):  # more rows or columns than the operator supports
+                yield AllReduceNorm(m, layer.n, dtype, self.ranks, "added", *call)
 
     def _in_fp8(self, problem: Problem) -> Problem:
         """The same product with weights in e4m3 where the model has them. Sizes that e4m3 does not support keep their type."""

@@ -367,26 +367,31 @@ def sums_left(world: World, layer: Any, norm: Any, run: Any, plain: Any) -> tupl
     group, own = stand_ins.the_group(), []
     close = {"rtol": 2e-2, "atol": 0.1}
     for tokens, otherwise in ((16, False), (16, False), (16, True), (50, False)):
-        x = normal(tokens, K // world.size, seed=world.rank + tokens).to(layer.params_dtype)
-        residual = normal(tokens, N, seed=7).to(x.dtype)
-        expected, before = plain(nn.functional.linear(x, layer.weight), residual.clone(), norm), group.sums
+        x = normal(tokens, layer.input_size_per_partition, seed=world.rank + tokens).bfloat16()
+        residual = normal(tokens, layer.output_size, seed=7).bfloat16()
+        product = layer.quant_method.apply(layer, x, None)
+        expected, before = plain(product.clone(), residual.clone(), norm), group.sums
         y, _ = layer(x)
         was = isinstance(y, norms.Pending)
         if otherwise:
-            torch.testing.assert_close(y * 2, 2 * nn.functional.linear(x, layer.weight), **close)
+            torch.testing.assert_close(y * 2, 2 * product, **close)
         found = run(y, residual.clone(), norm)
         own.append((group.sums - before, was))
         torch.testing.assert_close(tuple(found), tuple(expected), **close)
     return own, sum(call.calls for call in autotax.torch.status().calls if call.taken and "norm" in call.operator)
 
 
-def vllm_sums_left(world: World, db: str, us: list[float]) -> tuple[list[tuple[int, bool]], int]:
-    """A layer of vLLM with `reduce_results=False` where the ways take `us` microseconds."""
+def vllm_sums_left(world: World, db: str, us: list[float], codes: bool = False) -> tuple[list[tuple[int, bool]], int]:
+    """A layer of vLLM with `reduce_results=False` where the ways take `us` microseconds. `codes`: its weight is in e4m3."""
     with asking(db), stand_ins.vllm(), mock.patch.object(norms, "least_microseconds", side_effect=us):
         vllm_plugin.register()
         run = sys.modules["vllm.models.some_model"].fused_allreduce_rms_norm
-        layer = stand_ins.RowParallelLinear(K, N, bias=False, reduce_results=False, params_dtype=torch.bfloat16)
-        norm = stand_ins.RMSNorm(normal(N, seed=8).bfloat16())
+        method = stand_ins.Fp8LinearMethod("row", "channel") if codes else None
+        options = {"reduce_results": False, "params_dtype": torch.bfloat16, "quant_config": method}
+        layer = stand_ins.RowParallelLinear(*(K8, N8) if codes else (K, N), bias=False, **options)
+        if method:
+            layer.quant_method.process_weights_after_loading(layer)
+        norm = stand_ins.RMSNorm(normal(layer.output_size, seed=8).bfloat16())
         return sums_left(world, layer, norm, run, stand_ins.fused_allreduce_rms_norm)
 
 
@@ -402,7 +407,6 @@ def sglang_sums_left(world: World, db: str, us: list[float]) -> tuple[list[tuple
             return lambda x, residual, norm: function(norm, x, residual, None, norm.weight)
 
         layer = stand_ins.SglangRowParallelLinear(K, N, reduce_results=False).bfloat16()
-        layer.params_dtype = torch.bfloat16
         return sums_left(world, layer, stand_ins.RMSNorm(normal(N, seed=8).bfloat16()), calling(fused), calling(plain))
 
 

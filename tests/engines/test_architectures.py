@@ -336,11 +336,14 @@ def norms_of(config: Config, tokens: list[int], **more: Any) -> dict[AllReduceNo
 
 def test_residual_and_norm_behind_a_sum_are_a_problem() -> None:
     found = norms_of(LLAMA_70B | RMS, [4, 8192, 16384])  # the operator takes 8192 rows at most
-    assert list(found) == [AllReduceNorm(m, 8192, "bf16", 2, "added") for m in (4, 8192)]
+    alone = [AllReduceNorm(m, 8192, "bf16", 2, "added") for m in (4, 8192)]
+    behind = [AllReduceNorm(4, 8192, "bf16", 2, "added", k=k) for k in (4096, 14336)]
+    assert set(found) == {*alone, *behind}
+    found = {problem: layers for problem, layers in found.items() if not problem.k}
     assert set(found.values()) == {"norm behind attention output, norm behind down of the MLP"}
     assert not norms_of(LLAMA_70B | RMS, [4], train=True)
-    quants = {problem.quant for problem in norms_of(LLAMA_70B | RMS | STATIC, [4])}
-    assert quants == {"none", "tensor"}
+    fields = {(problem.quant, problem.k, problem.quantize) for problem in norms_of(LLAMA_70B | RMS | STATIC, [4])}
+    assert fields == {("none", 0, "none"), ("tensor", 0, "none"), ("none", 4096, "static"), ("none", 14336, "static")}
 
 
 def test_other_orders_of_sum_residual_and_norm_are_left_out() -> None:
@@ -350,7 +353,7 @@ def test_other_orders_of_sum_residual_and_norm_are_left_out() -> None:
     assert set(NORMS["apart"]) | set(NORMS["offset"]) <= FAMILIES.keys()
 
 
-@pytest.mark.parametrize(("engine", "asked"), [("vllm", 1), ("sglang", 1), ("torch", 0)])
+@pytest.mark.parametrize(("engine", "asked"), [("vllm", 3), ("sglang", 3), ("torch", 0)])
 def test_plugins_of_engines_ask_for_norms(engine: str, asked: int) -> None:
     found = asked_by(engine, architecture_of(LLAMA_70B | RMS, 2).problems([4]))
     assert sum(isinstance(problem, AllReduceNorm) for problem in found) == asked

@@ -178,6 +178,15 @@ def test_a_layer_that_leaves_its_sum_to_a_norm_takes_the_fastest_of_three_ways(
     assert ranks.run(check, db, us + us[:2]) == [(right, 1 + (us[2] == 1.0))] * 2
 
 
+def test_a_layer_of_e4m3_and_its_norm_are_one_kernel_where_that_was_the_fastest(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    n, k, front = checks.N8, checks.K8 // WORLD, {"scales": "row", "quantize": "row"}
+    behind = AllReduceNorm(16, n, "bf16", WORLD, k=k, **front)
+    product = GemmReduceScatter(16, n, k, "e4m3", "replicated", WORLD, **front)
+    db = database(tmp_path / "a.db", {product: usual(product, "scaled_words"), behind: usual(behind, "scaled_fused")})
+    right = [(1, False), (0, True), (1, True), (1, False)]
+    assert ranks.run(checks.vllm_sums_left, db, [3.0, 2.0, 1.0, 3.0, 2.0], True) == [(right, 2)] * 2
+
+
 def test_thresholds_are_the_buckets_of_winners(tmp_path: Path) -> None:
     kept: dict[Problem, Config] = {reduced(m): PUSH for m in (12, 16, 64, 256)} | {reduced(96): Config("bsp")}
     db = database(tmp_path / "a.db", kept)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -20,7 +21,7 @@ from autotax.heap.triton_interpreter import AT_ONCE, PAUSE_S, patch_interpreter
 from tests.interpreted import POLLS
 
 ROOT = Path(__file__).parents[2]
-PATCHED = [(interpreter, name) for name in ("_patch_lang", "_get_np_dtype")]
+PATCHED = [(interpreter, name) for name in ("_patch_lang", "_get_np_dtype", "_convert_float")]
 PATCHED += [(interpreter.InterpreterBuilder, name) for name in ("create_atomic_rmw", "create_masked_load")]
 PATCHED += [(interpreter.interpreter_builder, "options"), (tl.core.block_type, "__init__"), (tl.core.tensor, "__init__")]
 PATCHED += [(tl.core, "_unwrap_if_constexpr"), (tl.core.dtype, "__eq__"), (TritonSemantic, "binary_op_type_checking_impl")]
@@ -132,6 +133,22 @@ def _otherwise(make: Callable[..., None], more: dict[str, int] | None) -> Callab
         vars(self).update(more)
 
     return make_more
+
+
+def test_numbers_become_bf16_and_back_as_in_torch() -> None:
+    patch_interpreter()
+    drawn = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, dtype=np.uint32)
+    ties = np.arange(1 << 16, dtype=np.uint32) << 16 | 0x8000
+    for bits in (drawn, ties, ties - 1, ties + 1):
+        handle = interpreter.TensorHandle(bits.view(np.float32).reshape(2, -1), tl.float32)
+        narrow = interpreter.interpreter_builder.create_fp_trunc(handle, tl.bfloat16)
+        numbers = torch.from_numpy(handle.data.copy()).bfloat16()
+        expected = numbers.view(torch.uint16).numpy()
+        where = ~np.isnan(handle.data)
+        assert np.array_equal(narrow.data[where], expected[where]) and narrow.data.dtype == np.uint16
+        wide = interpreter.interpreter_builder.create_fp_ext(narrow, tl.float32)
+        assert wide.data.shape == handle.data.shape
+        np.testing.assert_array_equal(wide.data, numbers.float().numpy())
 
 
 def test_a_row_of_a_product_has_the_same_bits_in_every_place() -> None:
