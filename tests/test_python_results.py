@@ -84,6 +84,7 @@ def test_without_pandas_a_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch) 
         a_verdict().to_frame()
 
 
+@pytest.mark.volume
 def test_look_ups_see_what_this_process_tuned(tmp_path: Path) -> None:
     problem, db = autotax.DecodeMerge(2, 4, 64, "fp32", 2), f"sqlite:///{tmp_path}/a.db"
     assert autotax.lookup(problem, db=db).match == "fallback"

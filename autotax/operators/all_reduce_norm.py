@@ -297,14 +297,15 @@ operator.variant("scaled_push", f"{_KERNELS}.scaled_norms:ScaledPush", f"{_SPACE
 operator.variant("scaled_fused", f"{_KERNELS}.scaled_norms:ScaledFused", f"{_SPACES}:scaled_fused")
 
 
-def _with_torch(front: bool = False, divided: bool = False) -> Callable[[AllReduceNorm, Hardware], bool]:
+def _with_torch(front: bool, divided: bool) -> Callable[[AllReduceNorm, Hardware], bool]:
     """Whether the sums of torch's symmetric memory apply, which support bf16 and float32. `front`: behind a product of e4m3.
     `divided`: the ranks must divide the rows.
     """
 
     def serves(problem: AllReduceNorm, hardware: Hardware) -> bool:
         even = not divided or problem.m % problem.world_size == 0
-        return hardware.backend == "cuda" and problem.dtype != "fp16" and (problem.front is not None) == front and even
+        multiplied = problem.front is None or scaled.has_library_product(problem.front, hardware)
+        return hardware.backend == "cuda" and problem.dtype != "fp16" and bool(problem.front) == front and multiplied and even
 
     return serves
 
@@ -337,8 +338,8 @@ for _name, _kernel, _divided in (
     ("torch_two_shot", "TorchTwoShot", False),
     ("torch_reduce_scatter", "TorchReduceScatter", True),
 ):
-    operator.peer(_name, f"{_KERNELS}.peers:{_kernel}", where=_with_torch(divided=_divided), served=True)
-    operator.peer(f"{_name}_scaled", f"{_KERNELS}.peers:{_kernel}Scaled", where=_with_torch(front=True, divided=_divided))
+    operator.peer(_name, f"{_KERNELS}.peers:{_kernel}", where=_with_torch(False, _divided), served=True)
+    operator.peer(f"{_name}_scaled", f"{_KERNELS}.peers:{_kernel}Scaled", where=_with_torch(True, _divided), served=True)
 
 
 def _with_iris(problem: AllReduceNorm, hardware: Hardware) -> bool:

@@ -182,13 +182,15 @@ def _even(problem: GemmReduceScatter) -> bool:
     return problem.output == "replicated" or problem.m % problem.world_size == 0
 
 
-def _with_torch(output: str, scaled: bool = False) -> Callable[[GemmReduceScatter, Hardware], bool]:
-    """Whether torch's symmetric-memory kernels apply: sums support bf16 and float32, in words of 16 bytes."""
+def _with_torch(output: str, of_codes: bool = False) -> Callable[[GemmReduceScatter, Hardware], bool]:
+    """Whether torch's symmetric-memory kernels apply: sums support bf16 and float32, in words of 16 bytes. `of_codes`: behind the
+    library's product of e4m3.
+    """
 
     def serves(problem: GemmReduceScatter, hardware: Hardware) -> bool:
         words = problem.out_dtype != "fp16" and problem.n * problem.item_size % 16 == 0
-        fits = hardware.backend == "cuda" and problem.output == output and (problem.dtype == "e4m3") == scaled
-        return fits and words and _even(problem)
+        fits = hardware.backend == "cuda" and problem.output == output and (problem.dtype == "e4m3") == of_codes
+        return fits and words and _even(problem) and (not of_codes or scaled.has_library_product(problem, hardware))
 
     return serves
 
@@ -201,9 +203,13 @@ def _with_nccl(problem: GemmReduceScatter, hardware: Hardware) -> bool:
 _PEERS = f"{_KERNELS}.peers"
 operator.peer("torch", f"{_PEERS}:TorchFused", where=_with_torch("scattered"))
 operator.peer("torch_pipeline", f"{_PEERS}:TorchPipeline", where=_with_torch("scattered"), modes=("graph",), served=True)
-operator.peer("torch_reduce_scatter", f"{_PEERS}:TorchReduceScatter", where=_with_torch("scattered"), served=True)
-operator.peer("torch_one_shot", f"{_PEERS}:TorchOneShot", where=_with_torch("replicated"), served=True)
-operator.peer("torch_two_shot", f"{_PEERS}:TorchTwoShot", where=_with_torch("replicated"), served=True)
+for _name, _kernel, _output in (
+    ("torch_reduce_scatter", "TorchReduceScatter", "scattered"),
+    ("torch_one_shot", "TorchOneShot", "replicated"),
+    ("torch_two_shot", "TorchTwoShot", "replicated"),
+):
+    operator.peer(_name, f"{_PEERS}:{_kernel}", where=_with_torch(_output), served=True)
+    operator.peer(f"{_name}_scaled", f"{_PEERS}:{_kernel}Scaled", where=_with_torch(_output, of_codes=True), served=True)
 operator.peer(
     "all_to_all", f"{_PEERS}:AllToAll", where=lambda problem, _: problem.dtype != "e4m3" and _even(problem), served=True
 )
@@ -213,15 +219,12 @@ operator.peer("nccl_ll128", f"{_PEERS}:NcclLL128", where=_with_nccl, modes=("gra
 
 def _with_scales(problem: GemmReduceScatter, hardware: Hardware) -> bool:
     """Whether torch's fused operator applies. It does not take scales of blocks."""
-    return problem.scales in ("tensor", "row") and _with_torch("scattered", scaled=True)(problem, hardware)
+    return problem.scales in ("tensor", "row") and _with_torch("scattered", of_codes=True)(problem, hardware)
 
 
 operator.peer("torch_scaled", f"{_PEERS}:TorchScaled", where=_with_scales)
 operator.peer("torch_fast", f"{_PEERS}:TorchScaledFast", where=_with_scales)
 operator.peer("nccl_fast", f"{_PEERS}:NcclFast", where=scaled.has_fast_product)
-operator.peer("torch_reduce_scatter_scaled", f"{_PEERS}:TorchReduceScatterScaled", where=_with_torch("scattered", scaled=True))
-operator.peer("torch_one_shot_scaled", f"{_PEERS}:TorchOneShotScaled", where=_with_torch("replicated", scaled=True))
-operator.peer("torch_two_shot_scaled", f"{_PEERS}:TorchTwoShotScaled", where=_with_torch("replicated", scaled=True))
 operator.peer("nccl_deep_gemm", f"{_PEERS}:NcclDeepGemm", where=scaled.has_deep_gemm)
 operator.peer(
     "product",

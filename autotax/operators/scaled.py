@@ -271,6 +271,13 @@ def quantised(values: Tensor, scales: Tensor, quantize: str) -> Tensor:
     return parts.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
+def has_library_product(problem: Any, hardware: Hardware) -> bool:
+    """Whether the library multiplies e4m3 by the problem's scales: blocks on Hopper only, in strips of 512."""
+    # On gfx942 the library multiplies another format (e4m3fnuz).
+    plain = hardware.backend == "cuda" and problem.scales != "block"
+    return not hardware.on_gpu or plain or (hardware.target == "cuda:90" and problem.k % (4 * GROUP) == 0)
+
+
 def has_fast_product(problem: Any, hardware: Hardware) -> bool:
     """Whether torch's products of e4m3 apply, which take no scales of blocks."""
     return hardware.backend == "cuda" and problem.scales in ("tensor", "row")

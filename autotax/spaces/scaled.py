@@ -9,7 +9,7 @@ from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
-from autotax.operators.scaled import GROUP
+from autotax.operators.scaled import GROUP, has_library_product
 
 LIBRARY = "library"
 FEW_ROWS = 64
@@ -92,11 +92,8 @@ def splits_at_once(name: Value, rows: int, n: int, hardware: Hardware) -> int:
 
 
 def parameters(problem: Any, rows: int, hardware: Hardware, *, library: bool = True) -> dict[str, tuple[Value, ...]]:
-    """`product`, the most promising first, and `splits`, its parts along K. The library multiplies blocks on Hopper only."""
-    # On gfx942 the library multiplies another format (e4m3fnuz).
-    plain = hardware.backend == "cuda" and problem.scales != "block"
-    served = not hardware.on_gpu or plain or (hardware.target == "cuda:90" and problem.k % (4 * GROUP) == 0)
-    vendors = (LIBRARY,) if served and library else ()
+    """`product`, the most promising first, and `splits`, its parts along K."""
+    vendors = (LIBRARY,) if library and has_library_product(problem, hardware) else ()
     made = tiles(rows, hardware)
     names = (made[0], *vendors, *made[1:]) if rows <= FEW_ROWS and hardware.on_gpu else (*vendors, *made)
     return {"product": names, "splits": tuple(splits for splits in SPLITS if splits * GROUP <= max(problem.k, GROUP))}

@@ -67,18 +67,18 @@ class NormedCall(Call):
 def matmul_all_reduce_norm(
     a: Tensor, b: Tensor, scales: tuple[Tensor, ...], quantize: str, residual: Tensor, norm: RmsNorm, group_name: str
 ) -> tuple[Tensor, Tensor] | None:
-    """y and the new residual S: S = the sum over the ranks of a @ b.t(), + residual; y is the norm of S. None without a kernel.
+    """y and the new residual S. S is the sum over the ranks of a @ b.t(), + residual; y is its norm. None without a kernel.
 
     Collective at the first call of a kind, except during a graph capture.
 
     Args:
         a: [m, k], bf16, fp16 or fp32.
-        b: [n, k], contiguous; of a's dtype, or e4m3.
-        scales: The scale of a, float32 [1], with `quantize` "static"; then those of b in e4m3.
-        quantize: How a is quantised for b in e4m3: row, block or static; else "".
-        residual: [m, n], of a's dtype, the same on all ranks.
-        norm: Its weight has a's dtype.
-        group_name: Of the process group.
+        b: [n, k], contiguous. Of the dtype of a, or e4m3.
+        scales: The scale of a, float32 [1], if `quantize` is static. Then those of b in e4m3.
+        quantize: row, block or static for b in e4m3. Else empty.
+        residual: [m, n], of the dtype of a, the same on all ranks.
+        norm: Its weight has the dtype of a.
+        group_name: The process group.
     """
     if a.dim() != 2 or residual.shape != (len(a), len(b)) or not a.dtype == residual.dtype == norm.weight.dtype:
         return None

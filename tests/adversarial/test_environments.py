@@ -136,6 +136,7 @@ def test_who_has_no_home_is_told_so(tmp_path: Path, line: list[str]) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
+@pytest.mark.volume
 def test_a_database_that_is_named_needs_no_home(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with Store.open(tmp_path / "full.db") as store:

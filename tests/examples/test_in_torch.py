@@ -78,6 +78,7 @@ def test_an_example_runs_what_is_tuned_and_agrees_with_torch(tmp_path: Path, exa
     assert all(told[0].count(line) == lines.count(line) or "error" in line for line in lines), told[0]
 
 
+@pytest.mark.volume
 def test_without_a_launcher_it_says_how_to_start_it() -> None:
     settings = {name: value for name, value in os.environ.items() if name != "RANK"} | {"TRITON_INTERPRET": "1"}
     settings |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}

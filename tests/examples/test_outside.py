@@ -52,6 +52,7 @@ def test_an_operator_is_a_package_of_at_most_120_lines_beside_its_words() -> Non
     assert len(lines) <= 120
 
 
+@pytest.mark.volume
 def test_the_conformance_suite_takes_an_operator_of_ones_own() -> None:
     checked = check_operator("reduce-scatter-add", targets=())
     assert checked.calls > 20 and checked.refusals == 16
@@ -103,6 +104,7 @@ def test_the_command_line_takes_what_is_loaded(tmp_path: Path) -> None:
     assert "reduce-scatter-add" in ran.stdout
 
 
+@pytest.mark.volume
 def test_a_file_finds_the_modules_beside_it_wherever_the_command_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "autotax", "compile", "reduce-scatter-add", "--m", "4096", "--n", "8192", "--trials", "1"]
     command += ["--target", "cuda:90", "--variants", "push", "--load", str(EXAMPLES / "own_operator/reduce_scatter_add.py")]
@@ -121,7 +123,7 @@ CALLABLES = {"triton_kernel": "triton", "local_kernel": "triton", "helion_kernel
 """Examples of one-off kernels, and the package that each needs."""
 
 
-@pytest.mark.parametrize("name", ["triton_kernel", *volume("local_kernel", "helion_kernel")])
+@pytest.mark.parametrize("name", volume("triton_kernel", "local_kernel", "helion_kernel"))
 def test_functions_of_a_script_are_tuned_without_a_declaration(tmp_path: Path, name: str) -> None:
     pytest.importorskip(CALLABLES[name])
     script = EXAMPLES / f"callables/{name}.py"
@@ -143,6 +145,7 @@ def test_a_function_that_ranks_cannot_import_is_refused(tmp_path: Path, monkeypa
         )  # fmt: skip
 
 
+@pytest.mark.volume
 def test_what_a_declaration_lacks_is_told_and_nbytes_has_a_default() -> None:
     code = """
 from dataclasses import dataclass

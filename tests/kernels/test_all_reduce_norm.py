@@ -53,7 +53,7 @@ PUSH: list[tuple[str, dict[str, Value]]] = [
     for shots, signals in (("one", "at_once"), ("two", "late"))
 ]
 ROWS = (5, 1, 2, 5, 1, 1, 1, 4, 5, 3)
-PATIENCE = 1500
+PATIENCE = 400
 
 
 @pytest.fixture(scope="module")

@@ -232,6 +232,7 @@ def test_compiles_within_shared_memory(compiling: dict[Job, Future[list[Compiled
         assert kernel.shared <= known_hardware(job[0]).shared_memory, kernel
 
 
+@pytest.mark.volume
 def test_attention_that_sends_spills_nothing_on_amd(compilers: Compilers) -> None:
     problem, hardware = ATTENTIONS["hip:gfx942"], known_hardware("hip:gfx942")
     config = space_for(problem, hardware).default("push")
@@ -251,6 +252,7 @@ def test_keys_of_192_elements_fit_beside_values_of_128_and_hardly_spill(compiler
     assert (kernel.local or 0) <= 160
 
 
+@pytest.mark.volume
 @pytest.mark.parametrize("target", ["cuda:90", *volume("hip:gfx942")])
 def test_attention_with_windows_or_smaller_heads_of_v_spills_little(compilers: Compilers, target: str) -> None:
     usual, hardware = ATTENTIONS[target], known_hardware(target)
@@ -271,7 +273,7 @@ def test_a_binary_tells_what_it_takes_of_the_target(compilers: Compilers, target
     assert kernel.local is not None
 
 
-@pytest.mark.parametrize("variant", ["push", "push_specialized", *volume("pull_reduce", "words", "decomposed")])
+@pytest.mark.parametrize("variant", ["push_specialized", *volume("push", "pull_reduce", "words", "decomposed")])
 def test_the_first_seeds_of_sums_spill_nothing_on_hopper(compilers: Compilers, variant: str) -> None:
     problem = FEW_ROWS["cuda:90"] if variant == "words" else REDUCTIONS["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default(variant)
@@ -280,7 +282,7 @@ def test_the_first_seeds_of_sums_spill_nothing_on_hopper(compilers: Compilers, v
     assert all(kernel.local == 0 for kernel in kernels), kernels
 
 
-@pytest.mark.parametrize("variant", ["words", "compact"])
+@pytest.mark.parametrize("variant", ["words", *volume("compact")])
 def test_the_first_seeds_of_merges_spill_nothing_on_hopper(compilers: Compilers, variant: str) -> None:
     for problem in (MERGES["cuda:90"], DecodeMerge(16, 64, 128, "bf16", 4)):
         config = space_for(problem, known_hardware("cuda:90")).default(variant)

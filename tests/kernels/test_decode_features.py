@@ -99,7 +99,7 @@ OWN_HEADS = (
     ("problem", "warps", "variant", "splits"),
     [
         pytest.param(problem, warps, variant, splits, marks=() if (place, variant, splits) in few else (pytest.mark.volume,))
-        for few in ({(0, "single", 2), (1, "bsp", 1), (2, "resident", 2), (3, "bsp", 2)},)
+        for few in ({(0, "single", 2), (1, "bsp", 1), (2, "resident", 2)},)
         for place, (problem, warps) in enumerate(OWN_HEADS)
         for variant in VARIANTS
         for splits in (1, 2)

@@ -97,6 +97,7 @@ def mixed(world: World, problem: DecodeMerge, config: Config, tokens: tuple[int,
     return worst, off, bits
 
 
+@pytest.mark.volume
 @pytest.mark.parametrize(("problem", "variant"), CASES, ids=str)
 def test_calls_of_fewer_tokens_may_come_between_others_whoever_is_late(ranks: Ranks, problem: DecodeMerge, variant: str) -> None:
     found = ranks.run(mixed, problem, config_of(problem, variant), TOKENS)

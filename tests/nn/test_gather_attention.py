@@ -95,7 +95,7 @@ def far(world: World, results: list[Any], expected: list[Tensor], layout: str) -
 def calls(
     world: World, layout: str, mask: str, variant: str, window: int = 0, dims: tuple[int, int] | None = None
 ) -> list[float]:  # fmt: skip
-    """Deviations of a plain call, of one into `out`, of a recorded one, of a shorter one and of a compiled one."""
+    """Deviations of a plain call, of one into `out`, of a recorded one, of a shorter one and, of two ranks, of a compiled one."""
     dim, tokens = SIZES[world.device.type]
     dim, v_dim = dims or (dim, 0)
     problem = Problem(2, HEADS, KV_HEADS, dim, tokens, "bf16", world.size, mask, layout, window, v_dim)
@@ -120,15 +120,17 @@ def calls(
         o = module(*leaves)
         o.backward(d_o)
         found.append(far(world, [o.detach(), *(leaf.grad for leaf in leaves)], expected, layout))
-    torch.compiler.reset()  # the ranks serve many cases, each with functions of its own
-    compiled = torch.compile(lambda *given: module(*given) * 2, backend="aot_eager", fullgraph=True)
-    leaves = [tensor.clone().requires_grad_() for tensor in mine[:3]]
-    o = compiled(*leaves)
-    o.backward(d_o / 2)
-    found.append(far(world, [o.detach() / 2, *(leaf.grad for leaf in leaves)], expected, layout))
-    found.append(far(world, [compiled(q, k, v) / 2], expected[:1], layout))
-    o, of_compiled = torch.compile(lambda *given: module(*given, return_lse=True), backend="aot_eager", fullgraph=True)(q, k, v)
-    assert torch.equal(of_compiled, lse)
+    if not (window or v_dim or world.size > 2):  # tracing takes as long as all else, and sees nothing of these
+        torch.compiler.reset()  # the ranks serve many cases, each with functions of its own
+        compiled = torch.compile(lambda *given: module(*given) * 2, backend="aot_eager", fullgraph=True)
+        leaves = [tensor.clone().requires_grad_() for tensor in mine[:3]]
+        o = compiled(*leaves)
+        o.backward(d_o / 2)
+        found.append(far(world, [o.detach() / 2, *(leaf.grad for leaf in leaves)], expected, layout))
+        found.append(far(world, [compiled(q, k, v) / 2], expected[:1], layout))
+        with_lse = torch.compile(lambda *given: module(*given, return_lse=True), backend="aot_eager", fullgraph=True)
+        _, of_compiled = with_lse(q, k, v)
+        assert torch.equal(of_compiled, lse)
     module.close()
     return found
 
@@ -157,13 +159,14 @@ def test_outputs_and_gradients_are_those_of_dense_attention(ranks: Ranks, layout
 
 
 WINDOWS = [
-    ("contiguous", "decomposed", 9, None),
     ("zigzag", "decomposed", 40, (24, 16)),
-    ("zigzag", "push", 11, None),
-    ("contiguous", "push", 0, (48, 32)),
+    ("contiguous", "push", 11, (48, 32)),
     *(
         pytest.param(layout, variant, window, dims, marks=pytest.mark.volume)
         for layout, variant, window, dims in (
+            ("contiguous", "decomposed", 9, None),
+            ("zigzag", "push", 11, None),
+            ("contiguous", "push", 0, (48, 32)),
             ("contiguous", "bsp", 45, None),
             ("contiguous", "heads", 9, (24, 16)),
             ("zigzag", "bsp", 1, None),
@@ -186,9 +189,9 @@ def test_windows_and_heads_of_two_sizes_are_those_of_dense_attention(
 
 ON_FOUR = [
     ("contiguous", "causal", "decomposed", 40),
-    ("contiguous", "none", "ring", 0),
     ("zigzag", "causal", "ring", 5),
     *volume(
+        ("contiguous", "none", "ring", 0),
         ("contiguous", "causal", "decomposed", 1),
         ("contiguous", "causal", "ring", 40),
         ("zigzag", "causal", "decomposed", 23),
@@ -298,11 +301,9 @@ def dense_behind(q: Tensor, k: Tensor, v: Tensor, earlier_k: Tensor, earlier_v: 
     ("layout", "variant", "window"),
     [
         ("zigzag", "push", 0),
-        ("contiguous", "decomposed", 0),
-        ("zigzag", "bsp", 0),
         ("contiguous", "bsp", 15),
         ("zigzag", "decomposed", 30),
-        ("contiguous", "bsp", 80),
+        *volume(("contiguous", "decomposed", 0), ("zigzag", "bsp", 0), ("contiguous", "bsp", 80)),
     ],
 )
 def test_queries_see_a_prefix_that_every_rank_has(ranks: Ranks, layout: str, variant: str, window: int) -> None:

@@ -129,6 +129,7 @@ def test_a_fork_that_cannot_answer_is_killed(server: ForkServer) -> None:
     assert child.process.poll() == -signal.SIGKILL
 
 
+@pytest.mark.volume
 def test_a_server_that_is_killed_takes_its_forks_with_it_and_processes_of_their_own_replace_them(
     server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +159,7 @@ def test_a_client_that_is_killed_takes_its_forks_with_it() -> None:
     assert _ended(rank)
 
 
+@pytest.mark.volume
 def test_a_client_that_is_killed_takes_its_own_server_with_it() -> None:
     alone = {name: value for name, value in os.environ.items() if name != SHARED}
     tuner = subprocess.Popen([sys.executable, "-c", TUNER], stdout=subprocess.PIPE, text=True, env=alone)

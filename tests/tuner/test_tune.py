@@ -119,6 +119,7 @@ def test_no_config_is_searched_twice_and_none_breaks_a_constraint(store: Store) 
     assert all(config in space_for(GEMM, H200) for config in runner.searched)
 
 
+@pytest.mark.volume
 @pytest.mark.usefixtures("optunas_tables")
 def test_a_runner_with_foresight_gets_its_configs_in_advance_and_in_any_order(store: Store) -> None:
     runner = SyntheticRunner(gemm_landscape)
@@ -195,6 +196,7 @@ def test_resumes_where_an_interrupted_run_stopped(store: Store) -> None:
     assert len(fresh.searched) == 20
 
 
+@pytest.mark.volume
 @pytest.mark.usefixtures("optunas_tables")
 def test_trials_of_variants_that_were_not_edited_stay_known(store: Store) -> None:
     first = SyntheticRunner(gemm_landscape)
