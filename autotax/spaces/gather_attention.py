@@ -46,10 +46,10 @@ def heads(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
 
 def _by_roles(problem: GatherAttention, hardware: Hardware) -> bool:
     """Whether warps can have roles: on Hopper, where chunks are whole tiles of 128 queries, and heads have 64 or 128 elements, or
-    those of K 192 and those of V 128. There are no windows.
+    those of K 192 and those of V 128.
     """
     whole = problem.chunk_len % 128 == 0 and (problem.head_dim, problem.value_dim) in ((64, 64), (128, 128), (192, 128))
-    return hardware.target == "cuda:90" and whole and problem.world_size > 1 and not problem.window
+    return hardware.target == "cuda:90" and whole and problem.world_size > 1
 
 
 def copy_engine(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
@@ -68,10 +68,10 @@ def copy_engine(problem: GatherAttention, hardware: Hardware) -> VariantSpace | 
 def push_specialized(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
     """See `_by_roles`. For two ranks that see keys of each other. Parameters: boxes in flight, tokens that share a flag.
 
-    There is no room for boxes beside keys of 192 elements.
+    There is no room for boxes beside keys of 192 elements. All keys are sent, which windows do not need.
     """
     one_sided = problem.mask == "causal" and problem.layout == "contiguous"
-    if not _by_roles(problem, hardware) or problem.world_size != 2 or one_sided or problem.v_dim:
+    if not _by_roles(problem, hardware) or problem.world_size != 2 or one_sided or problem.v_dim or problem.window:
         return None
     own: dict[str, tuple[Value, ...]] = {
         "boxes": (1, 2, 4),

@@ -1,4 +1,4 @@
-"""Runs the source of `gemm_reduce_scatter.warps` on the CPU: a thread for each partition of warps, NumPy for tensors.
+"""Runs the source of kernels whose warps have roles on the CPU: a thread for each partition of warps, NumPy for tensors.
 
 Asynchronous work of the GPU happens here as late as possible. A product is computed when the source waits for it. A TMA store
 reads shared memory at `wait_group.read` and reaches memory at `wait_group 0`. A value used too early is then wrong or NaN.
@@ -160,12 +160,13 @@ def _assembly(text: str, *_: Any, **__: Any) -> int:
     return 0
 
 
-def _product(x: Shared, y: Any, total: np.ndarray, is_async: bool, use_acc: bool = True) -> np.ndarray:
+def _product(x: Any, y: Any, total: np.ndarray, is_async: bool, use_acc: bool = True) -> np.ndarray:
     assert is_async
 
     def add() -> None:
+        one = x.memory if isinstance(x, Shared) else x  # in registers
         other = y.of.memory.transpose(y.sides) if hasattr(y, "of") else y.memory
-        total[...] = use_acc * total + x.memory.astype(np.float32) @ other.astype(np.float32)
+        total[...] = (total if use_acc else 0.0) + one.astype(np.float32) @ other.astype(np.float32)
 
     here.products.append(add)
     return total
@@ -185,8 +186,8 @@ def _load(pointer: Pointer, mask: Any = True, other: float = 0.0, cache_modifier
     return found.view(Array)
 
 
-def _store(pointer: Pointer, block: np.ndarray, mask: np.ndarray) -> None:
-    at = np.broadcast_to(pointer.at, block.shape)
+def _store(pointer: Pointer, block: np.ndarray, mask: Any = True) -> None:
+    at, mask = np.broadcast_to(pointer.at, block.shape), np.broadcast_to(mask, block.shape)
     assert np.isnan(pointer.memory[at[mask]]).all(), "an element is stored twice"
     pointer.memory[at[mask]] = block[mask]
 
@@ -268,18 +269,34 @@ def _arrive(barrier: Barrier, pred: Any = True) -> None:
         barrier.come(1, 0)
 
 
+def _maximum(one: Any, other: Any) -> Any:
+    return np.maximum(one, other).view(Array) if isinstance(one, np.ndarray) else max(one, other)
+
+
+def _where(*args: Any) -> Any:
+    """A number where all are numbers: unlike an array, `+=` does not change it for others."""
+    chosen = np.where(*args)
+    return chosen.view(Array) if chosen.ndim else chosen.item()
+
+
+def _of_rows(reduce: Callable[..., Any]) -> Callable[[Array, int], Array]:
+    return lambda block, axis: reduce(np.asarray(block), axis).view(Array)
+
+
 gluon_language = SimpleNamespace(
     program_id=lambda _: here.program, num_programs=lambda _: here.programs, static_range=range, static_assert=_nothing,
-    cdiv=lambda a, b: -(-a // b), cast=lambda value, _: int(value), where=lambda *args: np.where(*args).view(Array),
-    minimum=min, convert_layout=lambda block, _: block, float8e4nv="codes",
+    cdiv=lambda a, b: -(-a // b), cast=lambda value, _: int(value), where=_where,
+    minimum=min, maximum=_maximum, max=_of_rows(np.max), sum=_of_rows(np.sum), exp2=np.exp2, log2=np.log2,
+    convert_layout=lambda block, _: block, float8e4nv="codes",
     float32=np.float32, int64=np.int64, int32=np.int32,
     zeros=lambda shape, dtype, _: np.zeros(shape, dtype).view(Array), load=_load, store=_store,
     arange=lambda first, end, layout: np.arange(first, end).view(Array),  # noqa: ARG005
     inline_asm_elementwise=_assembly, atomic_xchg=_set_flag, allocate_shared_memory=_shared, warp_specialize=_specialize,
     constexpr=None, SliceLayout=_nothing, BlockedLayout=_nothing, NVMMADistributedLayout=_nothing, NVMMASharedLayout=_nothing,
+    DotOperandLayout=_nothing,
 )  # fmt: skip
 FAKES: dict[str, Any] = {
-    "gl": gluon_language,
+    "gl": gluon_language, "tl": gluon_language,
     "mbarrier": SimpleNamespace(wait=Barrier.wait, arrive=_arrive, expect=_expect, init=_init, MBarrierLayout=_nothing),
     "tma": SimpleNamespace(store_wait=_store_wait),
     "warpgroup_mma": _product, "warpgroup_mma_wait": _products_wait, "fence_async_shared": _nothing, "settle": _nothing,

@@ -211,9 +211,12 @@ SCALED = [
     (AllGatherLinear, "static", "bsp", MOST, False),
     (LinearReduceScatter, "row", "scaled_decomposed", MOST, True),
     (LinearReduceScatter, "block", "scaled_words", FEW, False),
+    (LinearReduceScatter, "row", "torch_reduce_scatter_scaled", MOST, False),
     (LinearAllReduce, "row", "scaled_words", FEW, False),
     (LinearAllReduce, "static", "scaled_words", FEW, True),
     (LinearAllReduce, "block", "scaled_decomposed", MOST, False),
+    (LinearAllReduce, "row", "torch_one_shot_scaled", FEW, False),
+    (LinearAllReduce, "row", "torch_two_shot_scaled", MOST, True),
 ]
 
 

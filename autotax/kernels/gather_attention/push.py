@@ -438,6 +438,7 @@ class AttentionKernel(Kernel[GatherAttention]):
             "WORLD": problem.world_size, "CAUSAL": problem.mask == "causal", "CHUNKS": problem.chunks,
             "BLOCK_FIRST": config["order"] == "block_first", "BLOCK_N": int(config["block_n"]),
             "HEAD_DIM": problem.value_dim, "EXTRA": problem.head_dim - problem.value_dim,
+            "WINDOW": problem.window if problem.windowed else 0,
         }  # fmt: skip
 
     @property
@@ -457,7 +458,7 @@ class Push(AttentionKernel):
         self.begun = context.flags(world)
         self.tma = config["loads"] == "tma"
         self.constants |= {
-            "WINDOW": problem.window if problem.windowed else 0, "COMM": config["comm"], "GROUP": config["group"], "PIECE": config["piece"], "DIES": config["dies"],
+            "COMM": config["comm"], "GROUP": config["group"], "PIECE": config["piece"], "DIES": config["dies"],
             "BLOCK_M": int(config["block_m"]), "EVEN": problem.chunk_len % int(config["block_n"]) == 0,
             "TMA": self.tma, "EARLY": context.hardware.launches_overlap, "num_warps": config["num_warps"],
             "num_stages": config["num_stages"],

@@ -7,6 +7,9 @@ causal border comes first, then this rank's other blocks, then those of the othe
 
 Blocks have powers of two of columns. So if heads of K have more elements than those of V, their last EXTRA elements have buffers of
 their own (`more`), and scores are sums of two products.
+
+With WINDOW > 0 a query sees that many keys at most, its own and the last ones before. Blocks that no window of a tile reaches are
+not loaded: both groups and the loader count the others alike (`span_of`, `next_block`).
 """
 
 from __future__ import annotations
@@ -38,19 +41,71 @@ GROUPS = gl.constexpr(2)
 @gluon.jit
 def tile_at(
     item, rank, tokens, batch, q_heads,
-    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr, BLOCK_N: gl.constexpr,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, WINDOW: gl.constexpr, BLOCK_FIRST: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """The item-th tile: (sequence, query head), its first query, and the blocks of this rank's keys and of all keys that it sees.
+    """The item-th tile: (sequence, query head), its first query, the end of the blocks of this rank's keys that it sees, and how
+    many blocks of this rank's keys and of all keys it sees.
 
     The last tiles of a head see most keys and come first.
     """
     of_head, place = block_of(item, batch * q_heads, tokens // (GROUPS * ROWS), BLOCK_FIRST, 1)
     first = place * (GROUPS * ROWS)
-    own = (first + GROUPS * ROWS) // BLOCK_N if CAUSAL else tokens // BLOCK_N
+    end = (first + GROUPS * ROWS) // BLOCK_N if CAUSAL else tokens // BLOCK_N
+    own = end
+    if WINDOW > 0:
+        own = span_of(rank, rank, first, end * BLOCK_N, tokens, WORLD, CHUNKS, WINDOW, BLOCK_N)[1]
     every = own
     for hop in gl.static_range(1, WORLD):
-        every += tokens_seen((rank + WORLD - hop) % WORLD, rank, first, tokens, CAUSAL, CHUNKS) // BLOCK_N
-    return of_head, first, own, every
+        source = (rank + WORLD - hop) % WORLD
+        seen = tokens_seen(source, rank, first, tokens, CAUSAL, CHUNKS)
+        every += span_of(source, rank, first, seen, tokens, WORLD, CHUNKS, WINDOW, BLOCK_N)[1]
+    return of_head, first, end, own, every
+
+
+@gluon.jit
+def position_of(rank, at, length, WORLD: gl.constexpr, CHUNKS: gl.constexpr):
+    """The position in the sequence of a rank's token `at`. Chunks have `length` tokens."""
+    number = rank
+    if CHUNKS == 2:
+        number = gl.where(at < length, rank, 2 * WORLD - 1 - rank)
+    return number * length + at % length
+
+
+@gluon.jit
+def span_of(
+    source, rank, first, end, tokens, WORLD: gl.constexpr, CHUNKS: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr
+):  # fmt: skip
+    """The first block of a rank's `end` first tokens that the windows of the queries from `first` on reach, and how many they reach.
+
+    A window that reaches a rank's first chunk reaches all of its second one, as far as queries see it.
+    """
+    begin = 0
+    if WINDOW > 0:
+        length = tokens // CHUNKS
+        since = position_of(rank, first, length, WORLD, CHUNKS) - (WINDOW - 1)
+        hidden = gl.minimum(gl.maximum(since - source * length, 0), length)
+        if CHUNKS == 2:
+            later = gl.maximum(since - (2 * WORLD - 1 - source) * length, 0)
+            hidden += gl.where(hidden == length, later, 0)
+        begin = gl.minimum(hidden, end) // BLOCK_N
+    return begin, end // BLOCK_N - begin
+
+
+@gluon.jit
+def next_block(
+    hop, at, left, rank, first, tokens,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """The block that the loader loads next: the hop of its rank, its first token there, and how many of that rank are left with it."""
+    at += gl.where(hop == 0, -BLOCK_N, BLOCK_N)
+    left -= 1
+    while (left == 0) & (hop < WORLD - 1):
+        hop += 1
+        source = (rank + WORLD - hop) % WORLD
+        seen = tokens_seen(source, rank, first, tokens, CAUSAL, CHUNKS)
+        begin, left = span_of(source, rank, first, seen, tokens, WORLD, CHUNKS, WINDOW, BLOCK_N)
+        at = begin * BLOCK_N
+    return hop, at, left
 
 
 @gluon.jit
@@ -84,7 +139,7 @@ def load_turn(
 @gluon.jit
 def load_tiles(
     q, k, v, inbox_k, inbox_v, wider, buffers, more, flags, control, epoch, slot, share, chunks,
-    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr, CHUNK: gl.constexpr, SENDS: gl.constexpr,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, WINDOW: gl.constexpr, BLOCK_FIRST: gl.constexpr, CHUNK: gl.constexpr, SENDS: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, EXTRA: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """The loader: the queries of each tile, then its blocks of keys and values. It waits once for each part of another rank's keys.
@@ -98,7 +153,7 @@ def load_tiles(
     tile = 0
     complete = 0  # bits of the ranks of which all parts that this rank sees have arrived
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        of_head, first, own, _every = tile_at(item, rank, tokens, batch, q_heads, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, BLOCK_N)
+        of_head, first, end, own, _every = tile_at(item, rank, tokens, batch, q_heads, WORLD, CAUSAL, CHUNKS, WINDOW, BLOCK_FIRST, BLOCK_N)
         sequence = of_head // q_heads
         head = of_head % q_heads
         base = sequence * tokens
@@ -112,17 +167,22 @@ def load_tiles(
                 at = [base + first + group * ROWS, head * (HEAD_DIM + EXTRA) + HEAD_DIM]
                 load_block(wider[0], at, q_full, more[0].index(group))
         for block in range(own):
-            row = base + (own - 1 - block) * BLOCK_N
+            row = base + (end - 1 - block) * BLOCK_N
             load_turn(k, v, row, row, col, col_v, buffers, turn, wider[1], more, STAGES, BLOCK_N, HEAD_DIM, EXTRA)
             turn += 1
         for hop in range(1, WORLD):
             source = (rank + WORLD - hop) % WORLD
-            blocks = tokens_seen(source, rank, first, tokens, CAUSAL, CHUNKS) // BLOCK_N
+            seen = tokens_seen(source, rank, first, tokens, CAUSAL, CHUNKS)
+            begin, blocks = span_of(source, rank, first, seen, tokens, WORLD, CHUNKS, WINDOW, BLOCK_N)
             waits = complete >> source & 1 == 0
             landed = (slot * WORLD + source) * batch * tokens
             for block in range(blocks):
-                row = base + block * BLOCK_N
-                if waits & (block * BLOCK_N % CHUNK == 0):
+                token = (begin + block) * BLOCK_N
+                row = base + token
+                opens = token % CHUNK == 0
+                if WINDOW > 0:
+                    opens = opens | (block == 0)
+                if waits & opens:
                     wait_first(flags, source * chunks + row // CHUNK, 1, source, epoch, control, 1, TARGET)
                     if SENDS:
                         wait_first(flags, (WORLD + source) * chunks + row // CHUNK, 1, source, epoch, control, 1, TARGET)
@@ -161,7 +221,7 @@ def send_keys(
 @gluon.jit
 def attend_tiles(
     GROUP: gl.constexpr, out, lse, buffers, more, share, scale,
-    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, WINDOW: gl.constexpr, BLOCK_FIRST: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, EXTRA: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 queries of each tile."""
@@ -178,7 +238,7 @@ def attend_tiles(
     turn = 0
     tile = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        of_head, first, _own, blocks = tile_at(item, rank, tokens, batch, q_heads, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, BLOCK_N)
+        of_head, first, end, own, blocks = tile_at(item, rank, tokens, batch, q_heads, WORLD, CAUSAL, CHUNKS, WINDOW, BLOCK_FIRST, BLOCK_N)
         nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, of_scores)
         o = gl.zeros([ROWS, HEAD_DIM], gl.float32, of_out)
         mbarrier.wait(q_full, tile & 1)
@@ -192,6 +252,15 @@ def attend_tiles(
         if CAUSAL:
             border = row + GROUP * ROWS + (BLOCK_N - GROUPS * ROWS)
             scores = gl.where(col[None, :] <= border[:, None], scores, float("-inf"))
+        if WINDOW > 0:
+            hop = 0
+            at = (end - 1) * BLOCK_N
+            left = own
+            length = tokens // CHUNKS
+            # Row r sees column c of a block at position p if c >= r + since - p.
+            since = position_of(rank, first, length, WORLD, CHUNKS) + GROUP * ROWS - (WINDOW - 1)
+            hidden = since - position_of(rank, at, length, WORLD, CHUNKS)
+            scores = gl.where(col[None, :] >= (row + hidden)[:, None], scores, float("-inf"))
         top = gl.max(scores, 1) * scale
         shares = gl.exp2(scores * scale - top[:, None])
         total = gl.sum(shares, 1)
@@ -208,6 +277,11 @@ def attend_tiles(
             o = warpgroup_mma(x, values.index(now), o, is_async=True)
             scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
             mbarrier.arrive(k_empty.index(stage))
+            if WINDOW > 0:
+                hop, at, left = next_block(hop, at, left, rank, first, tokens, WORLD, CAUSAL, CHUNKS, WINDOW, BLOCK_N)
+                hidden = since - position_of((rank + WORLD - hop) % WORLD, at, length, WORLD, CHUNKS)
+                if hidden > 1 - ROWS:
+                    scores = gl.where(col[None, :] >= (row + hidden)[:, None], scores, float("-inf"))
             higher = gl.maximum(top, gl.max(scores, 1) * scale)
             shares = gl.exp2(scores * scale - higher[:, None])
             fading = gl.exp2(top - higher)
@@ -232,14 +306,14 @@ def attend_tiles(
         rows = (sequence * tokens + query + gl.arange(0, ROWS, gl.SliceLayout(1, wide))).to(gl.int64) * q_heads + of_head % q_heads
         gl.store(out + rows[:, None] * HEAD_DIM + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, wide))[None, :], o)
         sums = (top + gl.log2(total)) * 0.6931471805599453
-        gl.store(lse + of_head.to(gl.int64) * tokens + query + row, sums)
+        gl.store(lse + gl.cast(of_head, gl.int64) * tokens + query + row, sums)
         tile += 1  # noqa: SIM113
 
 
 @gluon.jit
 def attend_by_roles(
     q, k, v, inbox_k, inbox_v, wider, sending, out, lse, flags, control, epoch, slot, rank, tokens, batch, q_heads, kv_heads, chunks, scale,
-    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr, CHUNK: gl.constexpr, BOXES: gl.constexpr,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, WINDOW: gl.constexpr, BLOCK_FIRST: gl.constexpr, CHUNK: gl.constexpr, BOXES: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, EXTRA: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """A program's tiles. `q` has boxes of 64 tokens of a head, `k`, `v` and the inboxes boxes of BLOCK_N.
@@ -284,9 +358,9 @@ def attend_by_roles(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (attend_tiles, (0, out, lse, buffers, more, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, EXTRA)),
-                (attend_tiles, (1, out, lse, buffers, more, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, EXTRA)),
-                (load_tiles, (q, k, v, inbox_k, inbox_v, wider, buffers, more, flags, control, epoch, slot, share, chunks, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, CHUNK, True, STAGES, BLOCK_N, HEAD_DIM, EXTRA, TARGET)),
+                (attend_tiles, (0, out, lse, buffers, more, share, scale, WORLD, CAUSAL, CHUNKS, WINDOW, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, EXTRA)),
+                (attend_tiles, (1, out, lse, buffers, more, share, scale, WORLD, CAUSAL, CHUNKS, WINDOW, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, EXTRA)),
+                (load_tiles, (q, k, v, inbox_k, inbox_v, wider, buffers, more, flags, control, epoch, slot, share, chunks, WORLD, CAUSAL, CHUNKS, WINDOW, BLOCK_FIRST, CHUNK, True, STAGES, BLOCK_N, HEAD_DIM, EXTRA, TARGET)),
                 (send_keys, (sent_k, sent_v, peer_k, peer_v, boxes, (arrived_k, arrived_v), counts, bases, flags, rank, epoch, batch * tokens, kv_heads * HEAD_DIM, chunks, WORLD, CHUNK, BOXES, TARGET)),
             ],
             [4, 1, 1],
@@ -296,9 +370,9 @@ def attend_by_roles(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (attend_tiles, (0, out, lse, buffers, more, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, EXTRA)),
-                (attend_tiles, (1, out, lse, buffers, more, share, scale, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, EXTRA)),
-                (load_tiles, (q, k, v, inbox_k, inbox_v, wider, buffers, more, flags, control, epoch, slot, share, chunks, WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, CHUNK, False, STAGES, BLOCK_N, HEAD_DIM, EXTRA, TARGET)),
+                (attend_tiles, (0, out, lse, buffers, more, share, scale, WORLD, CAUSAL, CHUNKS, WINDOW, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, EXTRA)),
+                (attend_tiles, (1, out, lse, buffers, more, share, scale, WORLD, CAUSAL, CHUNKS, WINDOW, BLOCK_FIRST, STAGES, BLOCK_N, HEAD_DIM, EXTRA)),
+                (load_tiles, (q, k, v, inbox_k, inbox_v, wider, buffers, more, flags, control, epoch, slot, share, chunks, WORLD, CAUSAL, CHUNKS, WINDOW, BLOCK_FIRST, CHUNK, False, STAGES, BLOCK_N, HEAD_DIM, EXTRA, TARGET)),
             ],
             [4, 1],
             [232, 40],
@@ -316,13 +390,13 @@ ALL = gl.constexpr(1 << 30)
 @gluon.jit(do_not_specialize=["rank", "slot", "batch", "q_heads", "kv_heads"])
 def attend_kernel(
     q, k, v, inbox, inbox_v, wider_q, wider_k, wider_inbox, out, lse, flags, ticket, control, slot, rank, tokens, batch, q_heads, kv_heads, scale,
-    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_FIRST: gl.constexpr,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, CHUNKS: gl.constexpr, WINDOW: gl.constexpr, BLOCK_FIRST: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, EXTRA: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     epoch = gl.load(ticket)
     attend_by_roles(
         q, k, v, inbox, inbox_v if EXTRA > 0 else inbox, (wider_q, wider_k, wider_inbox), None, out, lse, flags, control, epoch, slot, rank, tokens, batch, q_heads, kv_heads, 1, scale,
-        WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, ALL, 0, STAGES, BLOCK_N, HEAD_DIM, EXTRA, TARGET,
+        WORLD, CAUSAL, CHUNKS, WINDOW, BLOCK_FIRST, ALL, 0, STAGES, BLOCK_N, HEAD_DIM, EXTRA, TARGET,
     )  # fmt: skip
 
 
@@ -352,6 +426,11 @@ class CopyEngine(CopiedKeys, RolesKernel):
     waits for another program of its kernel, so the grid may be of any size. A rank that sees no keys of another does not wait for
     it here; `open_slot` of a later call does. For sequences whose chunks are whole blocks.
     """
+
+    def sent_to(self, peer: int) -> list[tuple[int, int]]:
+        """Whole blocks: what a block holds before the first window is read, and must be numbers."""
+        block = self.constants["BLOCK_N"]
+        return [(first // block * block, end) for first, end in super().sent_to(peer)]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         context, dim, block_n = self.context, self.problem.value_dim, self.constants["BLOCK_N"]
@@ -388,7 +467,7 @@ def push_by_roles_kernel(
     attend_by_roles(
         q, k, v, inbox_k, inbox_v, (None, None, None), (sent_k, sent_v, peer_k, peer_v, counts, bases), out, lse, flags, control, epoch, epoch & 1,
         rank, tokens, batch, q_heads, kv_heads, chunks, scale,
-        WORLD, CAUSAL, CHUNKS, BLOCK_FIRST, CHUNK, BOXES, STAGES, BLOCK_N, HEAD_DIM, 0, TARGET,
+        WORLD, CAUSAL, CHUNKS, 0, BLOCK_FIRST, CHUNK, BOXES, STAGES, BLOCK_N, HEAD_DIM, 0, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0), TARGET)
 
@@ -412,7 +491,8 @@ class PushSpecialized(RolesKernel):
         self.flags = context.flags(2 * world * self.chunks)
         self.counts = context.empty((2 * self.chunks,), torch.int32).zero_()
         self.constants |= {"CHUNK": config["chunk"], "BOXES": config["boxes"]}
-        del self.constants["EXTRA"]
+        for name in ("EXTRA", "WINDOW"):
+            del self.constants[name]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         context, dim, block_n = self.context, self.problem.head_dim, self.constants["BLOCK_N"]

@@ -356,10 +356,14 @@ class CopiedKeys(Kernel[GatherAttention]):
                 self.send(k, v, self.places(slot, rank), peer)
         return slot
 
+    def sent_to(self, peer: int) -> list[tuple[int, int]]:
+        """The tokens whose keys and values a peer needs: ranges of first and end."""
+        return self.problem.keys_sent(self.context.rank, peer)
+
     def send(self, k: Tensor, v: Tensor, places: list[Tensor], peer: int) -> None:
         """Copies the keys and values that a peer needs into its inbox, then the flag."""
         context, rank = self.context, self.context.rank
-        for first, end in self.problem.keys_sent(rank, peer):
+        for first, end in self.sent_to(peer):
             for place, shard in zip(places, (k, v), strict=True):
                 context.copy(context.heap.peer(place, peer)[:, first:end], shard[:, first:end])
         context.copy(context.heap.peer(self.arrived[rank : rank + 1], peer), self.ticket)
