@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ PATIENCE_S = 280
 CHART = {"data": {"values": [{"x": 1}]}, "mark": "point", "encoding": {"x": {"field": "x", "type": "quantitative"}}}
 
 
-def ended(folder: Path, *command: str, path: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+def ended(folder: Path, *command: str, path: Path | str = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     """The end of a command in `folder`. Its stderr must name the fault and show no stack."""
     own = {"PYTHONPATH": str(path), "AUTOTAX_DB": str(folder / "own.db")} | environment
     variables = {name: value for name, value in os.environ.items() if name != "AUTOTAX_FORK_SERVER"} | own
@@ -104,7 +105,10 @@ GOES = "import shutil\nfrom pathlib import Path\nshutil.rmtree(Path('copy'))\n"
 def test_an_installation_that_goes(tmp_path: Path, command: list[str]) -> None:
     shutil.copytree(ROOT / "autotax", tmp_path / "copy" / "autotax", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "goes.py").write_text(GOES)
-    done = ended(tmp_path, *MODULE, *command, "--load", "goes.py", path=tmp_path / "copy")
+    # Without the finder of an editable installation, which would find the modules that go.
+    alone = [sys.executable, "-S", "-m", "autotax"]
+    paths = f"{tmp_path / 'copy'}{os.pathsep}{sysconfig.get_path('purelib')}"
+    done = ended(tmp_path, *alone, *command, "--load", "goes.py", path=paths)
     assert done.returncode == 1 and "cannot be imported" in done.stderr and "install autotax again" in done.stderr, done
 
 
