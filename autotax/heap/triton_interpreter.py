@@ -93,7 +93,7 @@ def _rounded_once(multiply: Any) -> Any:
 
 
 def _by_bits(convert: Any) -> Any:
-    """Calls `convert(numbers, their type, another type, rounding)`, which returns bits, for other types than bf16 and fp32."""
+    """Calls `convert(numbers, their type, another type, rounding)` unless the types are bf16 and fp32. Both return bits."""
     shift = np.uint32(16)
 
     def convert_others(numbers: Any, source: Any, target: Any, rounding: Any) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
@@ -138,20 +139,20 @@ def _otherwise(make: Callable[..., None], more: dict[str, int] | None) -> Callab
 def test_numbers_become_bf16_and_back_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     for where, name in PATCHED:
         monkeypatch.setattr(where, name, getattr(where, name))  # to be undone
-    convert = interpreter._convert_float
+    convert = vars(interpreter)["_convert_float"]
     patch_interpreter.__wrapped__()
-    assert interpreter._convert_float is not convert
-    rounded = interpreter._ir.ROUNDING_MODE.RTNE
+    by_bits, rounded = vars(interpreter)["_convert_float"], ir.ROUNDING_MODE.RTNE
+    assert by_bits is not convert
     bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, dtype=np.uint32)
     numbers = np.concatenate([bits, np.arange(1 << 16, dtype=np.uint32) << 16]).view(np.float32).reshape(2, -1)
     numbers[np.abs(numbers) < 1e-37] = 0.0  # those below the smallest normal number came out wrong
     for rounding in (None, rounded):
-        narrow = interpreter._convert_float(numbers, tl.float32, tl.bfloat16, rounding)
+        narrow = by_bits(numbers, tl.float32, tl.bfloat16, rounding)
         assert narrow.dtype == np.uint16 and np.array_equal(narrow, convert(numbers, tl.float32, tl.bfloat16, rounding))
-        wide = interpreter._convert_float(narrow, tl.bfloat16, tl.float32, rounding)
+        wide = by_bits(narrow, tl.bfloat16, tl.float32, rounding)
         assert wide.dtype == np.uint32 and np.array_equal(wide, convert(narrow, tl.bfloat16, tl.float32, rounding))
     tiny = torch.tensor([1e-39, -2e-40, 1e-45]).bfloat16()
-    wide = interpreter._convert_float(tiny.view(torch.uint16).numpy(), tl.bfloat16, tl.float32, None)
+    wide = by_bits(tiny.view(torch.uint16).numpy(), tl.bfloat16, tl.float32, None)
     assert np.array_equal(wide.view(np.float32), tiny.float().numpy())
 
 

@@ -26,7 +26,7 @@ def place(problem: GatherAttention, rank: int) -> torch.Tensor:
 
 
 def inbox_of(problem: GatherAttention, rank: int, whole: torch.Tensor) -> np.ndarray:
-    """One inbox [source, batch, tokens, columns] as copy engines fill it. What is not sent is NaN."""
+    """One inbox [source, batch, tokens, columns] as copy engines fill it. Tokens that no copy brings are NaN."""
     shards = []
     for source in range(problem.world_size):
         shard = torch.full((problem.batch, problem.shard_len, whole.shape[2]), math.nan, dtype=whole.dtype)
