@@ -6,15 +6,12 @@ Torch has no such operator, and a caller that gets None runs these one after ano
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
 from autotax.core.errors import UsageError
-from autotax.core.problem import Problem
-from autotax.db.index import representative
 from autotax.nn.consensus import DTYPES
 from autotax.operators import registry
 from autotax.operators.problems import AllReduceNorm
@@ -48,9 +45,6 @@ class NormedCall(Call):
             return cls(AllReduceNorm(rows, n, DTYPES[a.dtype], ranks, "added", "none", offset, k, *front))
         except UsageError as error:
             raise NotTaken(str(error)) from None
-
-    def sizes(self) -> Iterable[Problem]:
-        return dict.fromkeys((representative(self.problem), self.problem))
 
     def require(self, kernel: Any) -> None:
         if kernel.config.variant == registry.of(self.problem).baseline:

@@ -116,7 +116,8 @@ class Call:
         """The problems whose kernels may serve the call, the most general first: the greatest of its bucket, and its own."""
         fields = self.problem.to_dict()
         last = representative(self.problem).to_dict()["m"]
-        shared = 1 if fields.get("output") == "replicated" else self.problem.world_size
+        divided = "shard" in fields or fields.get("output") == "scattered"
+        shared = self.problem.world_size if divided else 1
         return dict.fromkeys((with_rows(self.problem, last // shared * shared), self.problem))
 
     def require(self, kernel: Any) -> None:

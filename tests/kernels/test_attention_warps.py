@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from autotax.kernels.gather_attention.push_specialized import ALL, attend_by_roles
+from autotax.kernels.gather_attention.push_specialized import ALL, CopyEngine, attend_by_roles
 from autotax.operators.gather_attention import GatherAttention
 from tests.models import warps
 from tests.models.warps import Pointer, View, plain, programs_of, together
@@ -30,9 +31,10 @@ def inbox_of(problem: GatherAttention, rank: int, whole: torch.Tensor) -> np.nda
     shards = []
     for source in range(problem.world_size):
         shard = torch.full((problem.batch, problem.shard_len, whole.shape[2]), math.nan, dtype=whole.dtype)
-        for first, end in problem.keys_sent(source, rank) if source != rank else ():
-            begin = first // BLOCK * BLOCK
-            shard[:, begin:end] = whole[:, place(problem, source)][:, begin:end]
+        engine = object.__new__(CopyEngine)  # of that rank
+        vars(engine).update(problem=problem, context=SimpleNamespace(rank=source), constants={"BLOCK_N": BLOCK})
+        for first, end in engine.sent_to(rank) if source != rank else ():
+            shard[:, first:end] = whole[:, place(problem, source)][:, first:end]
         shards.append(shard)
     return torch.stack(shards).flatten(0, 2).numpy()
 
