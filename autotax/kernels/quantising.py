@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels.all_gather_gemm.scaled_shards import CODES, QUANTISING_PROGRAMS, quantise_kernel
+from autotax.kernels.all_gather_gemm.scaled_shards import CODES, quantise_kernel
 from autotax.operators.scaled import GROUP
 
 
@@ -22,8 +22,8 @@ def quantised_by_kernel(a: Tensor, static: Tensor | None, quant: str, nowhere: T
     groups = {"tensor": 0, "row": 1, "block": ceil_div(k, GROUP)}[quant]
     codes = torch.empty((rows, k), dtype=CODES, device=a.device)
     scales = torch.empty((max(1, groups), rows), dtype=torch.float32, device=a.device)
-    quantise_kernel[(min(rows, QUANTISING_PROGRAMS),)](
+    quantise_kernel[(rows,)](
         a, scales if static is None else static, math.inf, codes.view(torch.uint8), scales, nowhere, rows, groups, k,
-        QUANT=quant, PROGRAMS=QUANTISING_PROGRAMS, COLS=power_of_two(max(k, GROUP)), TARGET=target, num_warps=8,
+        QUANT=quant, COLS=power_of_two(max(k, GROUP)), TARGET=target, num_warps=8,
     )  # fmt: skip
     return codes, scales.t() if static is None else static

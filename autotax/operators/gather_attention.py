@@ -339,11 +339,12 @@ def reference(problem: GatherAttention, calls: Sequence[Call], rank: int) -> tup
                 place = places[first : first + rows]
                 begin = max(0, int(place[0]) + 1 - problem.window) if problem.window else 0
                 end = int(place[-1]) + 1 if problem.mask == "causal" else problem.seq_len
-                scores = q[sequence, first : first + rows, of_group].float().transpose(0, 1) @ k[begin:end].t()
-                scores /= math.sqrt(problem.head_dim)
+                queries = q[sequence, first : first + rows, of_group].float() / math.sqrt(problem.head_dim)
+                scores = queries.transpose(0, 1) @ k[begin:end].t()
                 if problem.mask == "causal":
-                    before = place[:, None] - torch.arange(begin, end, device=q.device)
-                    scores.masked_fill_(before < 0, -math.inf)
+                    seen = begin if problem.window else int(place[0])  # all of these queries see the keys before this one
+                    before = place[:, None] - torch.arange(seen, end, device=q.device)
+                    scores[..., seen - begin :].masked_fill_(before < 0, -math.inf)
                     if problem.window:
                         scores.masked_fill_(before >= problem.window, -math.inf)
                 shares = torch.softmax(scores, -1)

@@ -18,6 +18,7 @@ from autotax.hardware import HARDWARE_QUEUES, LOOPBACK, Hardware, check_loopback
 from autotax.operators import loaded
 from autotax.operators.registry import fingerprints
 from autotax.runner.measurement import (
+    REFERENCES,
     Candidate,
     Effort,
     Fatal,
@@ -346,7 +347,8 @@ class LiveRunner:
         job = Job(self._sequence, problem, tuple(candidates), effort, self._seed + self._sequence)
         silence_s = self.deadline_s + effort.seconds * len(candidates)
         try:
-            total_s = silence_s * (1 + effort.soak) * len(candidates)  # a soak that goes on is no hang, however slow it is
+            # A soak that goes on is no hang, however slow it is.
+            total_s = silence_s * ((1 + effort.soak) * len(candidates) + REFERENCES)
             reports = self.pool.run(job, silence_s, total_s, meanwhile, until)
         except GroupLost as loss:
             self.restarts += 1

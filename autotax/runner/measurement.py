@@ -21,6 +21,8 @@ from autotax.hardware import Hardware
 from autotax.kernels.resources import Resources
 from autotax.software import Environment
 
+REFERENCES = 4
+"""References of a problem on a rank at most. Each may take as long as a stage of a candidate."""
 PAIRED = "paired"
 """The key in a measurement's conditions with the ratio to the incumbent of a search, which was measured in the same job."""
 

@@ -199,7 +199,7 @@ class Session:
         if self._inputs is None or self._inputs.problem != job.problem:
             self._inputs = None  # frees the memory of the previous problem before the new one allocates
             self._inputs = InputCache(job.problem, self.world.rank, self.world.device, self.hardware)
-        self._inputs.draw(job.candidates, job.effort)
+        self._inputs.draw(job.candidates, job.effort, self.stages.tell)
 
     def _compile_common(self, aligner: Aligner, job: Job) -> None:
         self.heap.check()

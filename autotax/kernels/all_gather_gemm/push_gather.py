@@ -201,8 +201,8 @@ def push_scaled(
             spread_scales(scale_inbox, scales, program, rows, groups, source_stride, group_stride, bases, rank, WORLD, WHOLE, COMM)
         else:
             spread_quantised(
-                a, scales, most, inbox, scale_inbox, program, rows, groups, source_stride, group_stride, cols, bases, rank,
-                WORLD, WHOLE, COMM, QUANT, COLS, TARGET,
+                a, scales, most, inbox, scale_inbox, program, COMM, rows, groups, source_stride, group_stride, cols, bases, rank,
+                WORLD, WHOLE, QUANT, COLS, TARGET,
             )  # fmt: skip
         signal_all(arrived, rank, bases, rank, WORLD, False, TARGET)
     else:

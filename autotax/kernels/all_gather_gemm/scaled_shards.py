@@ -15,6 +15,7 @@ from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import translate
+from autotax.kernels.scaled_product import GROUP as GROUP_COLS
 from autotax.kernels.scaled_product import quantise
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.scaled import GROUP, SCALES_OF
@@ -22,41 +23,43 @@ from autotax.operators.scaled import GROUP, SCALES_OF
 
 @triton.jit
 def spread_quantised(
-    a, static, most, inbox, scale_inbox, program, rows, groups, source_stride, group_stride, k, bases, rank,
-    WORLD: tl.constexpr, SELF: tl.constexpr, COMM: tl.constexpr, QUANT: tl.constexpr, COLS: tl.constexpr, TARGET: tl.constexpr,
+    a, static, most, inbox, scale_inbox, program, programs, rows, groups, source_stride, group_stride, k, bases, rank,
+    WORLD: tl.constexpr, SELF: tl.constexpr, QUANT: tl.constexpr, COLS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Quantises every COMM-th row of a shard [rows, k] and writes its bytes and scales like `spread_part` and `spread_scales`.
+    """Quantises this program's rows of a shard [rows, k], one of `programs`, and writes its bytes and scales like `spread_part` and `spread_scales`.
 
     `inbox` are bytes [WORLD, rows, k]. COLS is a power of two, not below k.
     """
-    col = tl.arange(0, COLS)
+    # Groups of 128 have scales and rows of a tile of their own, so that a few lanes find the largest number of each.
+    if QUANT == "block":
+        group = tl.arange(0, COLS // GROUP_COLS)
+        col = group[:, None] * GROUP_COLS + tl.arange(0, GROUP_COLS)[None, :]
+    else:
+        col = tl.arange(0, COLS)[None, :]
     one = tl.load(static) if QUANT == "tensor" else 1.0
     first = rank * (rows * tl.cast(k, tl.int64))
-    for row in range(program, rows, COMM):
+    for row in range(program, rows, programs):
         values = tl.load(a + row * tl.cast(k, tl.int64) + col, mask=col < k, other=0.0).to(tl.float32)
-        codes, scales = quantise(values[None, :], one, most, QUANT, TARGET)
-        bytes_at = first + row * tl.cast(k, tl.int64) + tl.multiple_of(col, (16,))
+        codes, scales = quantise(values, one, most, QUANT, TARGET)
+        bytes_at = first + row * tl.cast(k, tl.int64) + tl.multiple_of(col, (1, 16))
         for hop in tl.static_range(1, WORLD + SELF):
             peer = (rank + hop) % WORLD
-            there = tl.multiple_of(translate(inbox, bases, rank, peer) + bytes_at, (16,))
-            tl.store(there, tl.reshape(codes, [COLS]), mask=col < k)
+            there = tl.multiple_of(translate(inbox, bases, rank, peer) + bytes_at, (1, 16))
+            tl.store(there, codes, mask=col < k)
             at = translate(scale_inbox, bases, rank, peer) + rank * source_stride + row
             if QUANT == "row":
                 tl.store(at + tl.arange(0, 1), scales)
             elif QUANT == "block":
-                group = tl.arange(0, COLS // 128)
-                tl.store(at + group * group_stride, tl.reshape(scales, [COLS // 128]), mask=group < groups)
+                tl.store(at + group * group_stride, scales, mask=group < groups)
 
 
 @triton.jit
 def quantise_kernel(
-    a, static, most, codes, scales, bases, rows, groups, k, QUANT: tl.constexpr, PROGRAMS: tl.constexpr, COLS: tl.constexpr,
-    TARGET: tl.constexpr,
-):  # fmt: skip
-    """Quantises A [rows, k] on this rank alone: bytes [rows, k], scales [groups, rows]. `bases` are two zeros."""
-    spread_quantised(
-        a, static, most, codes, scales, tl.program_id(0), rows, groups, 0, rows, k, bases, 0, 1, True, PROGRAMS, QUANT, COLS, TARGET
-    )
+    a, static, most, codes, scales, bases, rows, groups, k, QUANT: tl.constexpr, COLS: tl.constexpr, TARGET: tl.constexpr
+):
+    """Quantises A [rows, k] on this rank alone, a row a program: bytes [rows, k], scales [groups, rows]. `bases` are two zeros."""
+    row = tl.program_id(0)
+    spread_quantised(a, static, most, codes, scales, row, rows, rows, groups, 0, rows, k, bases, 0, 1, True, QUANT, COLS, TARGET)
 
 
 CODES = torch.float8_e4m3fn
@@ -65,10 +68,6 @@ CODES = torch.float8_e4m3fn
 def codes_of(problem: Any) -> torch.dtype:
     """The type of A as it is multiplied."""
     return torch.float8_e5m2 if problem.operand == "e5m2" else CODES
-
-
-QUANTISING_PROGRAMS = 264
-"""Programs that quantise on their own rank: two for each processor of an H100."""
 
 
 class Quantiser:
@@ -82,7 +81,6 @@ class Quantiser:
         self.groups = {"tensor": 0, "row": 1, "block": ceil_div(problem.k, GROUP)}[problem.scales]
         self.quant = SCALES_OF.get(problem.quantize, "none")
         self.columns = power_of_two(max(problem.k, GROUP))
-        self.programs = min(rows, QUANTISING_PROGRAMS)  # one compilation serves all numbers of rows
         self.most = math.inf
         if self.quant != "none":
             self.codes = context.empty((rows, problem.k), CODES)
@@ -101,9 +99,9 @@ class Quantiser:
         rows = len(a)
         scales = self.scales[: max(1, self.groups) * rows].view(-1, rows)
         self.context.launch(
-            quantise_kernel, (min(rows, self.programs),), a, self.static(scales_a), self.most, self.codes.view(torch.uint8), scales,
+            quantise_kernel, (rows,), a, self.static(scales_a), self.most, self.codes.view(torch.uint8), scales,
             self.nowhere, rows, self.groups, self.problem.k,
-            QUANT=self.quant, PROGRAMS=self.programs, COLS=self.columns, num_warps=8,
+            QUANT=self.quant, COLS=self.columns, num_warps=8,
         )  # fmt: skip
         return self.codes[:rows], self.static(scales_a) if self.quant == "tensor" else scales.t()
 

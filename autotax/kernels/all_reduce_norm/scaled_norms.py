@@ -132,7 +132,7 @@ def scaled_fused_kernel(
         if WITHIN != "tensor":
             scales_a += program * m * groups
         spread_quantised(
-            wide, static, float("inf"), codes + at, scales_a, 0, m, groups, 0, m, k, bases, 0, 1, True, 1, WITHIN, COLS_A, TARGET
+            wide, static, float("inf"), codes + at, scales_a, 0, 1, m, groups, 0, m, k, bases, 0, 1, True, WITHIN, COLS_A, TARGET
         )
         a += at
         settle(TARGET)  # threads of this program read what others of them have stored
