@@ -215,9 +215,8 @@ class Series:
 
 # The stages of a candidate: prepare, compile, verify, capture and sample.
 
-MODEST_CALLS, FEW_CALLS = 10, 4
-"""Least calls of a sample, usually and if one call takes LONG_CALL_US. Rotating inputs and short graphs need more."""
-LONG_CALL_US = 1000.0
+LEAST_CALLS = {1e3: 10, 2e4: 4}
+"""Least calls of a sample if one call takes less than so many microseconds; else 1. Rotating inputs and short graphs need more."""
 SAMPLE_US = 1000.0
 """A replay takes about this long at least. Starting a replay costs 10 to 14 us, which should be less than 2 % of a sample."""
 RECHECKED = 2
@@ -278,7 +277,7 @@ class Bench:
 
     def least_calls(self, call_us: float) -> int:
         """The least number of calls of a sample if one call takes `call_us`, for graphs and eager calls alike."""
-        return MODEST_CALLS if call_us < LONG_CALL_US else FEW_CALLS
+        return next((calls for below, calls in LEAST_CALLS.items() if call_us < below), 1)
 
     def capture(self, calls: int, call_us: float) -> None:
         """Sets the calls of a sample, at least `calls`, and captures them. `call_us` is one call's time, equal on all ranks."""
