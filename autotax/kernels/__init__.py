@@ -20,4 +20,5 @@ if TYPE_CHECKING:
 def prepare(problem: Problem, config: Config, context: Context) -> Kernel[Any]:
     """The kernel of `config`, with its workspaces allocated. Collective; call `context.heap.check()` before the first call."""
     kernel: Kernel[Any] = registry.implementation(registry.of(problem), config.variant).kernel_class()(problem, config, context)
+    kernel.config = config  # an alternative may work as its parent does with a config of its own
     return kernel

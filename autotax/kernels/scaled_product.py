@@ -65,11 +65,11 @@ def divided(values, divisors, TARGET: tl.constexpr):
         return tl.div_rn(values, tl.broadcast_to(divisors[:, None], values.shape))
     else:  # noqa: RET505 - decided when compiled
         inverse = tl.broadcast_to(tl.div_rn(tl.full(divisors.shape, 1.0, tl.float32), divisors)[:, None], values.shape)
-        # Finite, for zero times infinity is no number.
-        negative = tl.broadcast_to(-tl.minimum(divisors, LARGEST_FLOAT)[:, None], values.shape)
+        # Finite, for zero times infinity is no number. The remainder is subtracted, for -0 plus +0 is +0.
+        finite = tl.broadcast_to(tl.minimum(divisors, LARGEST_FLOAT)[:, None], values.shape)
         quotient = values * inverse
         for _ in tl.static_range(2):
-            quotient = tl.fma(tl.fma(quotient, negative, values), inverse, quotient)
+            quotient = tl.fma(tl.fma(quotient, finite, -values), -inverse, quotient)
         return quotient
 
 

@@ -18,7 +18,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.hardware import detect
 from autotax.heap import World
-from autotax.kernels import scaled_product
+from autotax.kernels import prepare, scaled_product
 from autotax.kernels.libraries import DeepGemm
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.kernels.quantising import quantised_by_kernel
@@ -176,6 +176,19 @@ def test_kernels_compile(scales: str, target: str, sizes: str) -> None:
                 if sizes == "both" or kernel not in compiled:
                     compile_offline(problem, space.default(name), hardware)
                 compiled.add(kernel)
+
+
+def test_an_alternative_of_torch_has_the_config_that_it_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its config a layer tells a kernel that it can serve from one that failed."""
+    made: list[Any] = []
+    monkeypatch.setattr("autotax.kernels.offline.prepare", lambda *args: made.append(prepare(*args)) or made[-1])
+    hardware = known_hardware("cuda:90")
+    for problem in problems("row", 2, (64, 7168, 8192)):
+        space = space_for(problem, hardware)
+        for name in (name for name in space.variants if name.startswith("torch_") and name.endswith("_scaled")):
+            compile_offline(problem, space.default(name), hardware)
+            assert made[-1].config == space.default(name)
+    assert {kernel.config.variant for kernel in made} == {f"torch_{way}_scaled" for way in ("reduce_scatter", "one_shot", "two_shot")}
 
 
 @pytest.mark.parametrize("name", ["fp8_gemm_nt", "gemm_fp8_fp8_bf16_nt"])
