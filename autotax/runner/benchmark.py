@@ -216,7 +216,7 @@ class Series:
 # The stages of a candidate: prepare, compile, verify, capture and sample.
 
 LEAST_CALLS = {1e3: 10, 2e4: 4}
-"""Least calls of a sample if one call takes less than so many microseconds; else 1. Rotating inputs and short graphs need more."""
+"""Least calls of a sample if a call takes less than so many microseconds; else 1. Rotating inputs and short graphs need more."""
 SAMPLE_US = 1000.0
 """A replay takes about this long at least. Starting a replay costs 10 to 14 us, which should be less than 2 % of a sample."""
 RECHECKED = 2

@@ -188,7 +188,8 @@ def test_an_alternative_of_torch_has_the_config_that_it_was_made_for(monkeypatch
         for name in (name for name in space.variants if name.startswith("torch_") and name.endswith("_scaled")):
             compile_offline(problem, space.default(name), hardware)
             assert made[-1].config == space.default(name)
-    assert {kernel.config.variant for kernel in made} == {f"torch_{way}_scaled" for way in ("reduce_scatter", "one_shot", "two_shot")}
+    ways = ("reduce_scatter", "one_shot", "two_shot")
+    assert {kernel.config.variant for kernel in made} == {f"torch_{way}_scaled" for way in ways}
 
 
 @pytest.mark.parametrize("name", ["fp8_gemm_nt", "gemm_fp8_fp8_bf16_nt"])
