@@ -98,10 +98,14 @@ class Hardware(Described):
         return max(1, self.processors // UNITS_OF_A_DIE.get(self.target, self.processors or 1))
 
     @property
+    def family(self) -> str:
+        """`cuda`, `hip` or `interpreter`: the constexpr TARGET of kernels."""
+        return self.target.partition(":")[0]
+
+    @property
     def launches_overlap(self) -> bool:
         """Whether a kernel may begin while the one before it ends: on NVIDIA's GPUs from Hopper on."""
-        kind, _, architecture = self.target.partition(":")
-        return kind == "cuda" and int(architecture) >= 90
+        return self.family == "cuda" and int(self.target.partition(":")[2]) >= 90
 
     @property
     def default_world_size(self) -> int:

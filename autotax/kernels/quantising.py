@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from autotax.core.problem import ceil_div, power_of_two
+from autotax.hardware import Hardware
 from autotax.kernels.all_gather_gemm.scaled_shards import CODES, quantise_kernel
 from autotax.operators.scaled import GROUP
 
 
-def quantised_by_kernel(a: Tensor, static: Tensor | None, quant: str, nowhere: Tensor, target: str) -> tuple[Tensor, Tensor]:
+def quantised_by_kernel(a: Tensor, static: Tensor | None, quant: str, nowhere: Tensor, hardware: Hardware) -> tuple[Tensor, Tensor]:
     """A [rows, k] in e4m3 and its scales, by one kernel on this rank, in new tensors.
 
     `static` is the scale of quant "tensor", which makes none. `nowhere` are two zeros, int64. One compilation serves all numbers of
@@ -24,6 +25,6 @@ def quantised_by_kernel(a: Tensor, static: Tensor | None, quant: str, nowhere: T
     scales = torch.empty((max(1, groups), rows), dtype=torch.float32, device=a.device)
     quantise_kernel[(rows,)](
         a, scales if static is None else static, math.inf, codes.view(torch.uint8), scales, nowhere, rows, groups, k,
-        QUANT=quant, COLS=power_of_two(max(k, GROUP)), TARGET=target, num_warps=8,
+        QUANT=quant, COLS=power_of_two(max(k, GROUP)), TARGET=hardware.family, num_warps=8,
     )  # fmt: skip
     return codes, scales.t() if static is None else static

@@ -98,7 +98,7 @@ class PlainScaled:
         self.world, self.kind, self.layout, self.quantize = world, kind, layout, quantize
         self.nowhere: Tensor | None = None
         if x.is_cuda and quantize is not None:
-            self.nowhere, self.target = torch.zeros(2, dtype=torch.int64, device=x.device), detect().target
+            self.nowhere, self.hardware = torch.zeros(2, dtype=torch.int64, device=x.device), detect()
             with together(world, "compile the kernel that quantises") if world else nullcontext():
                 for rows in (1, 2, 16):  # Triton compiles other kernels for 1 and for multiples of 16
                     self.quantised(x.new_zeros(rows, x.shape[1]), static)
@@ -111,7 +111,7 @@ class PlainScaled:
             return scaled.quantised(x, scales, how), scales
         from autotax.kernels.quantising import quantised_by_kernel  # brings Triton
 
-        return quantised_by_kernel(x, static, scaled.SCALES_OF[how], self.nowhere, self.target)
+        return quantised_by_kernel(x, static, scaled.SCALES_OF[how], self.nowhere, self.hardware)
 
     def __call__(self, x: Tensor, weight: Tensor, *rest: Tensor) -> None:
         """The tensors of a call: x, the weight, the scales of x unless the call makes them, those of the weight, the result."""

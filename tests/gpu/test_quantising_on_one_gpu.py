@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autotax.hardware import detect
 from autotax.kernels.quantising import quantised_by_kernel
 from autotax.operators.scaled import SCALES_OF, quantised, scales_of
 
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 
 def by_kernel(x: torch.Tensor, static: torch.Tensor | None, quantize: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return quantised_by_kernel(x, static, SCALES_OF[quantize], torch.zeros(2, dtype=torch.int64, device="cuda"), "cuda")
+    return quantised_by_kernel(x, static, SCALES_OF[quantize], torch.zeros(2, dtype=torch.int64, device="cuda"), detect())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

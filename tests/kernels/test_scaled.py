@@ -134,7 +134,7 @@ def differences_of_quantisers(_: World, quantize: str, rows: int) -> list[int]:
     x[0, :7], x[-1] = 0.0, 3.0e4
     static = torch.full((1,), 1 / 64) if quantize == "static" else None
     scales = scales_of(x, quantize) if static is None else static
-    codes, found = quantised_by_kernel(x, static, SCALES_OF[quantize], torch.zeros(2, dtype=torch.int64), detect("cpu").target)
+    codes, found = quantised_by_kernel(x, static, SCALES_OF[quantize], torch.zeros(2, dtype=torch.int64), detect("cpu"))
     wrong = codes.view(torch.uint8) != quantised(x, scales, quantize).view(torch.uint8)
     return [int(wrong.sum()), int((found.reshape(scales.shape) != scales).sum())]
 
