@@ -52,7 +52,7 @@ class Context:
         self.world = world
         self.heap = heap
         self.hardware = hardware
-        self.target = hardware.family
+        self.target = hardware.target.split(":")[0]
         self.processors = hardware.processors
         self.poll_limit = poll_limit or (GPU_POLL_LIMIT if hardware.on_gpu else INTERPRETER_POLL_LIMIT)
         self.dry = False
