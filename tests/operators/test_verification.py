@@ -18,7 +18,7 @@ from autotax.kernels.context import DTYPES
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.operators.verification import TOLERANCE, Expected, farthest, make_inputs, reference, relative_error, tolerance
 from autotax.runner.benchmark import SOAKED, VERIFIED, Bench, InputCache, WrongResult
-from autotax.runner.measurement import Candidate
+from autotax.runner.measurement import Candidate, Effort
 
 CPU = torch.device("cpu")
 DECODE = FlashDecode(4, 16, 4, 64, 600, "bf16", 2)
@@ -220,6 +220,15 @@ def test_a_further_output_that_is_wrong_fails_a_trial_and_a_soak(quant: str) -> 
             assert output.isnan().all()
             for written, right in zip(call.outputs, (expected, *expected.more), strict=True):
                 written.copy_(right.right)
+
+
+def test_every_reference_is_reported_before_it_is_computed() -> None:
+    """The tuner kills ranks that are silent, and a reference of long attention takes a quarter of a minute."""
+    inputs, stages = InputCache(AllReduceNorm(5, 256, "bf16", 2), 0, CPU, detect("cpu")), list[str]()
+    for effort in (Effort(), Effort(soak=4), Effort(soak=4)):
+        inputs.draw([Candidate(Config("bsp"), ON_CPU)], effort, stages.append)
+    later = [seed for seed in SOAKED if seed not in VERIFIED]
+    assert stages == [f"reference of input set {seed}" for seed in (*VERIFIED, *later)]
 
 
 def test_zeros_are_asked_for_where_the_reference_is_zero() -> None:
