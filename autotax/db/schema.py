@@ -26,10 +26,11 @@ from autotax.core.settings import RUN_STATUSES, TRIAL_STATUSES
 from autotax.db.records import Samples
 
 CURRENT = {
-    "fe0bb2886133dd1f": "3e1c42a7d5b36e8b",  # all-gather-gemm/bsp
-    "be95cc05ac6f4283": "3e1c42a7d5b36e8b",  # all-gather-gemm/bsp before it took e4m3
-    "968257b504555392": "3e1c42a7d5b36e8b",  # all-gather-gemm/bsp before it took e5m2
-    "8fab94daced175f4": "3e1c42a7d5b36e8b",  # all-gather-gemm/bsp before one quantiser served all numbers of rows
+    "fe0bb2886133dd1f": "059d3350cfb63119",  # all-gather-gemm/bsp
+    "be95cc05ac6f4283": "059d3350cfb63119",  # all-gather-gemm/bsp before it took e4m3
+    "968257b504555392": "059d3350cfb63119",  # all-gather-gemm/bsp before it took e5m2
+    "8fab94daced175f4": "059d3350cfb63119",  # all-gather-gemm/bsp before one quantiser served all numbers of rows
+    "3e1c42a7d5b36e8b": "059d3350cfb63119",  # all-gather-gemm/bsp before each row was quantised by a program of its own
     "c8a0d36aecd63d13": "43c89fafeeaf951a",  # all-gather-gemm/decomposed
     "21a515005894653a": "cbe2b1f07ec33270",  # all-gather-gemm/copy_engine
     "6fed33a6fa964287": "55ad396ba14ca79f",  # all-gather-gemm/pull
@@ -50,10 +51,11 @@ CURRENT = {
     "b33b0952a97b73ca": "8769bab8aebe5425",  # flash-decode/single
     "64d50ef743601d9e": "7689408d43ffffd1",  # flash-decode/resident
     "72aacc8bf78cbc19": "69b2c5c7ff0fb829",  # flash-decode/compact
-    "b26684f604a75676": "f7f3c5f4055b4aa3",  # gemm-reduce-scatter/bsp
-    "ca42ca7c722ff4f8": "f7f3c5f4055b4aa3",  # gemm-reduce-scatter/bsp before it took e4m3
-    "6b465d057055f05a": "f7f3c5f4055b4aa3",  # gemm-reduce-scatter/bsp before it took e5m2
-    "d039365174a30dbe": "f7f3c5f4055b4aa3",  # gemm-reduce-scatter/bsp before one quantiser served all numbers of rows
+    "b26684f604a75676": "8fc8149f83fcd0e4",  # gemm-reduce-scatter/bsp
+    "ca42ca7c722ff4f8": "8fc8149f83fcd0e4",  # gemm-reduce-scatter/bsp before it took e4m3
+    "6b465d057055f05a": "8fc8149f83fcd0e4",  # gemm-reduce-scatter/bsp before it took e5m2
+    "d039365174a30dbe": "8fc8149f83fcd0e4",  # gemm-reduce-scatter/bsp before one quantiser served all numbers of rows
+    "f7f3c5f4055b4aa3": "8fc8149f83fcd0e4",  # gemm-reduce-scatter/bsp before each row was quantised by a program of its own
     "f5a132cbadb05cbb": "a7c0e6e63f5c4df2",  # gemm-reduce-scatter/decomposed
     "d0d051949b79d731": "63e24e5fbba46f2a",  # gemm-reduce-scatter/push
     "5da769fcff0e6761": "d141c62b4569bac9",  # gemm-reduce-scatter/pull_reduce

@@ -92,16 +92,23 @@ def test_a_look_up_reads_the_same_as_an_import(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_those_of_the_package_hold_for_the_sources_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An alternative holds for the torch that it was proven with: its digest covers the version."""
+    """An alternative holds for the torch that it was proven with: its digest covers the version.
+
+    Those of H100 that quantise do not: their kernel changed when only H200 were at hand. Look-ups pass them over, searches begin
+    with them, and `autotax refresh` proves them again.
+    """
     entries = [entry.winner for file in FOLDER.glob("*.json") for entry in formats.read(file)]
     assert len(entries) >= 136
     stale = set()
     for won in entries:
         monkeypatch.setattr(software, "torch_version", lambda of=won.environment.torch: of)
         if won.kernel_digest != variant_digest(won.problem.op, won.config.variant):
-            stale.add(str(won.config))
-    assert not stale
-    ours = [won for won in entries if won.config.variant not in ("bsp", *registry.of(won.problem).peers)]
+            stale.add(won.key)
+    of_h100 = [won for won in entries if "H100" in won.hardware.device]
+    assert stale == {won.key for won in of_h100 if getattr(won.problem, "quantize", "none") != "none"}
+    assert len(stale) == 28
+    of_libraries = ("bsp", "heads")
+    ours = [won for won in entries if won.config.variant not in (*of_libraries, *registry.of(won.problem).peers)]
     assert all(won.machine_code for won in ours), "results/versions/machine_code.py keep"
 
 
