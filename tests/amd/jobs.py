@@ -40,7 +40,8 @@ PROBLEMS: tuple[Problem, ...] = (
     AllReduceNorm(33, 256, "bf16", 2, quant="row"),
     AllReduceNorm(3, 384, "bf16", 2, "none", "block"),
     AllReduceNorm(3, 264, "bf16", 2, k=72),  # behind a product
-    AllReduceNorm(3, 272, "bf16", 2, k=80, scales="row", quantize="row"),  # behind one of e4m3
+    AllReduceNorm(2, 256, "bf16", 2, k=256, scales="block", quantize="block"),  # behind one of e4m3
+    AllReduceNorm(3, 272, "bf16", 2, k=80, scales="row", quantize="row"),
 )
 CODES = PROBLEMS[-1]
 """Every program quantises all rows for itself."""
