@@ -52,7 +52,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, version: str | None, ok: bool
 
 def test_the_versions_tried_are_those_of_the_makefile() -> None:
     lines = (Path(__file__).parents[2] / "Makefile").read_text().splitlines()
-    tried = next(line for line in lines if line.startswith("VERSIONS ?= ")).removeprefix("VERSIONS ?= ").split()
+    tried = next(line for line in lines if line.startswith("SETS := ")).removeprefix("SETS := ").split()
     of = [dict(zip(("python", "torch", "triton"), version.split("/"), strict=True)) for version in tried]
     for name, (first, last) in doctor.TRIED.items():
         numbers = [doctor.numbers_of(version[name]) for version in of]
