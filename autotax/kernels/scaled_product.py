@@ -78,8 +78,8 @@ def quantise(values, scale, most, QUANT: tl.constexpr, TARGET: tl.constexpr):
     """Quantises whole rows, or with QUANT "block" groups of 128 numbers: the bits of e4m3, uint8 in the shape of `values`, and
     the scale of each row or group.
 
-    `values` are float32 [rows or groups, columns], zero where there is none. `scale` is that of QUANT "tensor", which has no
-    others, and `most` the largest magnitude that scales of QUANT "row" follow.
+    `values` are float32 [rows or groups, columns], zero where there is none. QUANT "tensor" takes the given `scale` and makes
+    none. With QUANT "row" no scale follows a magnitude above `most`.
     """
     if QUANT == "tensor":
         codes = e4m3(values * tl.div_rn(1.0, scale), TARGET)

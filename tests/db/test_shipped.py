@@ -94,8 +94,8 @@ def test_a_look_up_reads_the_same_as_an_import(monkeypatch: pytest.MonkeyPatch) 
 def test_those_of_the_package_hold_for_the_sources_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
     """An alternative holds for the torch that it was proven with: its digest covers the version.
 
-    Those of H100 that quantise do not: their kernel changed when only H200 were at hand. Look-ups pass them over, searches begin
-    with them, and `autotax refresh` proves them again.
+    Winners of H100 that quantise do not hold: their kernel changed when only H200 were at hand. Look-ups pass them over,
+    searches begin with them, and `autotax refresh` proves them again.
     """
     entries = [entry.winner for file in FOLDER.glob("*.json") for entry in formats.read(file)]
     assert len(entries) >= 136
