@@ -1,6 +1,6 @@
 """Carries winners over an edit of the sources that leaves their machine code as it was, byte by byte.
 
-    PYTHONPATH=. python results/carry.py OLD_CHECKOUT WINNERS.json NEW.json OP [PARAMETER=VALUE ...]
+    PYTHONPATH=. python results/carry.py OLD_CHECKOUT WINNERS.json NEW.json OP [VARIANT.PARAMETER=VALUE ...]
 
 Winners of an operator whose kernel sources were those of the old checkout get the digest of this one's sources and the new
 parameters, if with them all that a call enqueues is the same in both: every launch (kernel, cubin, grid, scalars, shapes of
@@ -16,8 +16,10 @@ import functools
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,7 +96,9 @@ def digest(checkout: str, op: str, variant: str) -> str:
 
 def main(old: str, source: str, target: str, op: str, *parameters: str) -> None:
     here = str(Path(__file__).resolve().parents[1])
-    added = {name: int(value) if value.isdigit() else value for name, value in (entry.split("=") for entry in parameters)}
+    added: dict[str, dict[str, Any]] = defaultdict(dict)
+    for variant, name, value in (re.split("[.=]", entry) for entry in parameters):
+        added[variant][name] = int(value) if value.isdigit() else value
     document = json.loads(Path(source).read_text())
 
     def edited(winner: Winner) -> bool:
@@ -103,7 +107,9 @@ def main(old: str, source: str, target: str, op: str, *parameters: str) -> None:
 
     mine: list[Winner] = [winner for winner in document["winners"] if winner["problem"]["op"] == op and edited(winner)]
     before = told_by(old, mine)
-    carried = [winner | {"config": winner["config"] | {"params": winner["config"]["params"] | added}} for winner in mine]
+    configs = [winner["config"] for winner in mine]
+    configs = [config | {"params": config["params"] | added[config["variant"]]} for config in configs]
+    carried = [winner | {"config": config} for winner, config in zip(mine, configs, strict=True)]
     for winner, new, was, now in zip(mine, carried, before, told_by(here, carried), strict=True):
         name = f"{winner['config']['variant']} {winner['problem']}"
         if was == now:

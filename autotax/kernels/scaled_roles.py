@@ -4,7 +4,8 @@ Two codes are a word of 16 bits. So all warps but the multiplying ones, and all 
 for 16 bits, with half the columns of K. A multiplying group reads a strip of 64 words as 128 codes.
 
 Tensor cores add products of e4m3 with fewer bits than float32 has. So a group adds up the sum of each strip in float32, while the
-other group multiplies. With scales `block` it scales that sum first. Other scales are applied to the whole sum.
+other group multiplies. With scales `block` it scales that sum first. Other scales are applied to the whole sum. Where no scale
+changes within K, tensor cores may add up two strips before that (docs/fp8.md, "Errors").
 """
 
 from triton.experimental import gluon
@@ -36,10 +37,18 @@ def codes_of(words, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def product_of(mine, theirs, layout: gl.constexpr, ROWS: gl.constexpr):
-    """Issues the product of a strip of X and of a part of Y, whose sum begins at zero."""
-    none = gl.zeros([X_ROWS, ROWS], gl.float32, layout)
-    return warpgroup_mma(mine, codes_of(theirs, ROWS).permute((1, 0)), none, use_acc=False, is_async=True)
+def product_of(mine, theirs, before, layout: gl.constexpr, ROWS: gl.constexpr, ADDS: gl.constexpr):
+    """Issues the product of a strip of X and of a part of Y. It is added to `before` with ADDS, else to zero."""
+    if not ADDS:
+        before = gl.zeros([X_ROWS, ROWS], gl.float32, layout)
+    return warpgroup_mma(mine, codes_of(theirs, ROWS).permute((1, 0)), before, use_acc=ADDS, is_async=True)
+
+
+@gluon.jit
+def release(empty, turn, strip: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr, STRIPS: gl.constexpr):
+    """Gives back the buffers whose last strip is among the STRIPS strips up to this one."""
+    for number in gl.static_range(strip + 1 - STRIPS, strip + 1):
+        mbarrier.arrive(empty.index((turn + number // DEPTH) % STAGES), pred=number % DEPTH == DEPTH - 1)
 
 
 @gluon.jit
@@ -55,12 +64,13 @@ def added(total, part, of_a, of_b, SCALES: gl.constexpr, X_IS_B: gl.constexpr):
 def multiply_tile(
     GROUP: gl.constexpr, buffers, cols, turn, of_a, stride, of_b1, of_b2,
     SCALES: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
-    DEPTH: gl.constexpr,
+    DEPTH: gl.constexpr, STRIPS: gl.constexpr,
 ):  # fmt: skip
     """The float32 sums of a group's 64 rows of X with each part of Y; `cols` are words. See `roles.multiply_tiles`.
 
     With scales `block`, `of_a` are the addresses of the first scales of the rows of A, `stride` the distance of the next ones,
-    `of_b1` and `of_b2` the addresses of the first scales of B, for two parts of Y. There is no third part then.
+    `of_b1` and `of_b2` the addresses of the first scales of B, for two parts of Y. There is no third part then. Tensor cores add
+    up STRIPS strips.
     """
     x, y, full, empty = buffers
     layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, 32])
@@ -69,13 +79,16 @@ def multiply_tile(
     one = gl.zeros([X_ROWS, Y1], gl.float32, layout1)
     two = gl.zeros([X_ROWS, Y2 if Y2 else Y1], gl.float32, layout2)
     three = gl.zeros([X_ROWS, Y3 if Y3 else Y1], gl.float32, layout3)
-    for at in range(0, cols, DEPTH * BLOCK_K):
-        stage = turn % STAGES
-        mbarrier.wait(full.index(stage), turn // STAGES & 1)
-        for strip in gl.static_range(DEPTH):
-            place = stage * DEPTH + strip
+    STEP: gl.constexpr = max(DEPTH, STRIPS)
+    for at in range(0, cols, STEP * BLOCK_K):
+        first, second, third = one, two, three
+        for strip in gl.static_range(STEP):
+            stage = (turn + strip // DEPTH) % STAGES
+            if strip % DEPTH == 0:
+                mbarrier.wait(full.index(stage), (turn + strip // DEPTH) // STAGES & 1)
+            place = stage * DEPTH + strip % DEPTH
             mine = codes_of(x.index(place * GROUPS + GROUP), X_ROWS)
-            first = product_of(mine, y[0].index(place), layout1, Y1)
+            first = product_of(mine, y[0].index(place), first, layout1, Y1, strip % STRIPS > 0)
             if SCALES == "block":  # loaded while the product is computed
                 number = at // BLOCK_K + strip
                 scale = gl.load(of_a + number * stride, cache_modifier=".cg")
@@ -84,32 +97,32 @@ def multiply_tile(
             else:
                 scale, scale1, scale2 = 1.0, 1.0, 1.0
             if Y1 + Y2 + Y3 > MOST_TOGETHER:
-                gl.static_assert(Y3 == 0)
+                gl.static_assert(Y3 == 0 and STRIPS == 1)
                 first = warpgroup_mma_wait(num_outstanding=0, deps=(first,))
                 one = added(one, first, scale, scale1, SCALES, X_IS_B)
-                second = product_of(mine, y[1].index(place), layout2, Y2)
+                second = product_of(mine, y[1].index(place), second, layout2, Y2, strip % STRIPS > 0)
                 second = warpgroup_mma_wait(num_outstanding=0, deps=(second,))
-                mbarrier.arrive(empty.index(stage), pred=strip == DEPTH - 1)
+                release(empty, turn, strip, STAGES, DEPTH, STRIPS)
                 two = added(two, second, scale, scale2, SCALES, X_IS_B)
-            elif Y3:
-                second = product_of(mine, y[1].index(place), layout2, Y2)
-                third = product_of(mine, y[2].index(place), layout3, Y3)
-                first, second, third = warpgroup_mma_wait(num_outstanding=0, deps=(first, second, third))
-                mbarrier.arrive(empty.index(stage), pred=strip == DEPTH - 1)
-                one += first
-                two += second
-                three += third
-            elif Y2:
-                second = product_of(mine, y[1].index(place), layout2, Y2)
-                first, second = warpgroup_mma_wait(num_outstanding=0, deps=(first, second))
-                mbarrier.arrive(empty.index(stage), pred=strip == DEPTH - 1)
-                one += first
-                two += second
             else:
-                first = warpgroup_mma_wait(num_outstanding=0, deps=(first,))
-                mbarrier.arrive(empty.index(stage), pred=strip == DEPTH - 1)
-                one = added(one, first, scale, scale1, SCALES, X_IS_B)
-        turn += 1
+                if Y2:
+                    second = product_of(mine, y[1].index(place), second, layout2, Y2, strip % STRIPS > 0)
+                if Y3:
+                    third = product_of(mine, y[2].index(place), third, layout3, Y3, strip % STRIPS > 0)
+                if strip % STRIPS == STRIPS - 1:
+                    if Y3:
+                        first, second, third = warpgroup_mma_wait(num_outstanding=0, deps=(first, second, third))
+                    elif Y2:
+                        first, second = warpgroup_mma_wait(num_outstanding=0, deps=(first, second))
+                    else:
+                        first = warpgroup_mma_wait(num_outstanding=0, deps=(first,))
+                    release(empty, turn, strip, STAGES, DEPTH, STRIPS)
+                    one = added(one, first, scale, scale1, SCALES, X_IS_B)
+                    if Y2:
+                        two += second
+                    if Y3:
+                        three += third
+        turn += STEP // DEPTH
     return one, two, three, turn
 
 

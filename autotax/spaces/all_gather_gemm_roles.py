@@ -33,10 +33,8 @@ LEAST_CHUNK = 256
 """Fewest rows per signal where several waves of tiles wait."""
 MOST_K_GROUPS = 32
 """Most K groups: each polled flag takes one lane of a warp."""
-SCALED_TOGETHER, SCALED_WIDEST = 192, 256
-"""Most columns of a tile of e4m3 whose parts are multiplied together: groups keep the sums of a strip of K beside those of all
-strips. A wider tile has two parts, one after the other.
-"""
+SCALED_WIDEST = 256
+"""Columns of the only tile of e4m3 whose parts are multiplied one after the other."""
 COLUMNS_OF_A_GROUP = 512
 """Fewest columns of K per signal: a signal costs a sending processor about 3 us, while others go on sending."""
 
@@ -82,10 +80,11 @@ def scaled_specialized(problem: AllGatherGemm, hardware: Hardware) -> VariantSpa
     columns = scaled.BLOCKS_OF_ONE_SCALE if problem.scales == "block" else BLOCKS_N
 
     def suits(block_m: int, block_n: int) -> bool:
-        whole = block_n <= SCALED_TOGETHER or block_n == SCALED_WIDEST
+        whole = block_n <= scaled.TOGETHER or block_n == SCALED_WIDEST
         return block_n in tiling.BLOCKS_BESIDE_A.get(block_m, ()) and whole and block_n in columns
 
-    return _specialized("scaled_specialized", as_words(problem), hardware, suits, BY_WORDS[1:])
+    space = _specialized("scaled_specialized", as_words(problem), hardware, suits, BY_WORDS[1:])
+    return space and scaled.with_strips(space, scaled.strips(problem))
 
 
 def _specialized(

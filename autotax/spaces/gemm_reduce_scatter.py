@@ -284,7 +284,8 @@ def scaled_specialized(problem: GemmReduceScatter, hardware: Hardware) -> Varian
     if problem.dtype != "e4m3" or problem.operand != "e4m3":
         return None
     wide = problem.scales != "block"
-    return _specialized("scaled_specialized", as_words(problem), hardware, lambda m, n: n == 128 or (m == 64 and wide))
+    space = _specialized("scaled_specialized", as_words(problem), hardware, lambda m, n: n == 128 or (m == 64 and wide))
+    return space and scaled.with_strips(space, scaled.strips(problem))
 
 
 def _specialized(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from autotax.core.config import Config, Value
@@ -31,6 +32,35 @@ ON_CPU: dict[int, tuple[tuple[int, int, int], ...]] = {16: ((32, 2, 4),), 32: ((
 SPLITS = (1, 2, 4, 8, 16)
 BLOCKS_OF_ONE_SCALE = (64, 128)
 """Columns of warp-specialized tiles that lie in one block of B with scales `block`."""
+TOGETHER = 192
+"""Most columns of a warp-specialized tile whose parts are multiplied together: groups keep the sums of a strip of K beside those
+of all strips. A wider tile has two parts, one after the other.
+"""
+STRIP_STAGES = 3
+"""Fewest stages with two strips at a time: one more is loaded meanwhile."""
+
+
+def strips(problem: Any) -> tuple[Value, ...]:
+    """Columns of K that the tensor cores of a warp-specialized kernel add up. Their sums are added up in float32.
+
+    If all terms have one sign, the worst case, sums of 256 are 0.2 % off, and sums of 512 are 0.6 % off, beyond the limit.
+    """
+    return (GROUP, 2 * GROUP) if problem.scales != "block" and problem.k % (2 * GROUP) == 0 else (GROUP,)
+
+
+def with_strips(space: VariantSpace, allowed: tuple[Value, ...]) -> VariantSpace:
+    """The space of a warp-specialized kernel with the parameter `strip`. Seeds have the widest that their tiles take; those with
+    the widest come first, because 256 columns took 0.92 to 0.97 of the time of 128 (eight problems of two H200).
+    """
+    constraints = (
+        Constraint(("block_n", "strip"), lambda n, strip: strip == GROUP or n <= TOGETHER, "parts of such a tile take turns"),
+        Constraint(("num_stages", "strip"), lambda n, strip: strip == GROUP or n >= STRIP_STAGES, "two strips take two stages"),
+    )
+    space = replace(space, parameters=space.parameters | {"strip": allowed}, constraints=(*space.constraints, *constraints))
+    choices = [[Config.of(space.variant, seed.values | {"strip": strip}) for strip in allowed[::-1]] for seed in space.seeds]
+    seeds = [next(seed for seed in some if space.why_not(seed) is None) for some in choices]
+    return replace(space, seeds=tuple(sorted(seeds, key=lambda seed: -int(seed["strip"]))))
+
 
 
 def heights(rows: int, hardware: Hardware) -> list[int]:

@@ -15,11 +15,14 @@ from autotax.hardware import detect
 from autotax.heap import World
 from autotax.kernels import prepare
 from autotax.operators.inputs import Call
+from autotax.operators.scaled import numbers
 from autotax.operators.verification import make_inputs, reference, relative_error
 from autotax.runner.rank_worker import open_context
 from autotax.testing.operators import HEAP_BYTES, errors_of, output_of, ready
 
-__all__ = ["HEAP_BYTES", "bits_of", "differing", "errors_of", "errors_of_sizes", "note_without", "ready", "replay"]
+__all__ = [
+    "HEAP_BYTES", "bits_of", "differing", "error_of_one_sign", "errors_of", "errors_of_sizes", "note_without", "ready", "replay",
+]  # fmt: skip
 
 
 def replay(world: World, problem: Problem, config: Config, replays: int, sets: int = 7) -> tuple[float, int]:
@@ -108,6 +111,26 @@ def errors_of_sizes(world: World, problem: Problem, config: Config, smaller: lis
         errors.append(relative_error(out, reference(size, seed, world.rank, world.device), call))
     context.heap.close()
     return errors
+
+
+def error_of_one_sign(world: World, problem: Problem, config: Config) -> float:
+    """The relative error of an All-Gather + GEMM of e4m3 whose terms are all positive. Each step of a tensor core cuts them off
+    in the same direction, so this is the worst case of sums with few bits.
+    """
+    context, operator = ready(world, problem, config)
+    calls = [make_inputs(problem, 0, rank, world.device) for rank in range(world.size)]
+    for call in calls:
+        for codes in call.tensors[:2]:
+            codes.view(torch.uint8).bitwise_and_(0x7F)
+    of_ranks = [numbers(problem, call.tensors) for call in calls]
+    right = torch.cat([a for a, _ in of_ranks]) @ of_ranks[world.rank][1].t()
+    call = calls[world.rank]
+    out = output_of(call, operator(*call.tensors, call.out))
+    world.synchronize()
+    assert operator.failure() is None, operator.failure()
+    world.barrier()
+    context.heap.close()
+    return relative_error(out, right)
 
 
 def note_without(world: World, problem: Problem, config: Config, missing: int, polls: int) -> str | None:

@@ -180,22 +180,37 @@ def test_few_rows_by_words_never_err(ranks: Ranks, rows: int, block_m: int, bloc
 
 @pytest.mark.parametrize(
     ("scales", "rows", "tile"),
-    [("row", 64, (128, 160, 4)), ("row", 256, (128, 256, 3)), ("block", 128, (128, 128, 5)), ("tensor", 192, (64, 112, 4))],
+    [
+        ("row", 64, (128, 160, 4, 256)),
+        ("row", 256, (128, 256, 3, 128)),
+        ("row", 128, (128, 128, 3, 128)),
+        ("block", 128, (128, 128, 5, 128)),
+        ("tensor", 192, (64, 112, 4, 256)),
+    ],
 )
 def test_warps_with_roles_that_multiply_codes_never_err(
-    ranks: Ranks, scales: str, rows: int, tile: tuple[int, int, int]
+    ranks: Ranks, scales: str, rows: int, tile: tuple[int, int, int, int]
 ) -> None:
-    problem = AllGatherGemm(rows * WORLD, 784, 1152, "e4m3", "m", WORLD, scales=scales)
-    sides: dict[str, Value] = dict(zip(("block_m", "block_n", "num_stages"), tile, strict=True))
+    problem = AllGatherGemm(rows * WORLD, 784, 1280, "e4m3", "m", WORLD, scales=scales)
+    sides: dict[str, Value] = dict(zip(("block_m", "block_n", "num_stages", "strip"), tile, strict=True))
     run(ranks, problem, default_with(problem, "scaled_specialized", k_groups=2, **sides))
 
 
-@pytest.mark.parametrize("scales", ["row", "block"])
+@pytest.mark.parametrize(("scales", "k"), [("row", 1280), ("block", 1152)])
 @pytest.mark.parametrize("tile", [(64, 128, 5), (128, 128, 4)])
-def test_warps_with_roles_that_send_sums_of_codes_never_err(ranks: Ranks, scales: str, tile: tuple[int, int, int]) -> None:
-    problem = GemmReduceScatter(301, 784, 1152, "e4m3", "scattered", WORLD, scales=scales)
+def test_warps_with_roles_that_send_sums_of_codes_never_err(
+    ranks: Ranks, scales: str, k: int, tile: tuple[int, int, int]
+) -> None:
+    problem = GemmReduceScatter(301, 784, k, "e4m3", "scattered", WORLD, scales=scales)
     sides: dict[str, Value] = dict(zip(("block_m", "block_n", "num_stages"), tile, strict=True))
     run(ranks, problem, default_with(problem, "scaled_specialized", **sides))
+
+
+@pytest.mark.parametrize("strip", [128, 256])
+def test_sums_of_codes_of_one_sign_are_within_the_limit(ranks: Ranks, strip: int) -> None:
+    problem = AllGatherGemm(128 * WORLD, 784, 16384, "e4m3", "m", WORLD, scales="row")
+    config = default_with(problem, "scaled_specialized", block_m=128, block_n=128, num_stages=4, strip=strip)
+    assert max(ranks.run(conformance.error_of_one_sign, problem, config, timeout=120)) <= TOLERANCE[problem.out_dtype]
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,12 @@ def test_the_warps_compute_the_sum(tile: tuple[int, int], world: int, stages: in
 
 
 @pytest.mark.parametrize("scales", ["row", *volume("block", "tensor")])
-@pytest.mark.parametrize("tile", [(64, 128), *volume(((64, 256),), ((128, 128),))], ids=str)
-def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("tile", "strips"), [((64, 128), 1), ((64, 128), 2), *volume(((64, 256), 1), ((128, 128), 2))], ids=str)
+def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int], strips: int) -> None:
     """Two ranks, sizes that no tile divides, rows of padding; words of A and B are pairs of codes."""
-    (high, across), world, sizes, n, k, stages = tile, 2, [299, 5, 299], 272, 384, 2
+    (high, across), world, sizes, n, k, stages = tile, 2, [299, 5, 299], 272, 384 if strips == 1 else 512, 1 + strips
+    if scales == "block" and strips > 1:
+        pytest.skip("strips have scales of their own")
     wide, room = min(128, across), ceil_div(sizes[0], world)
     draw = torch.Generator().manual_seed(n)
     boxes = [np.full((2 * world, room, n), np.nan, np.float16) for _ in range(world)]
@@ -102,7 +104,7 @@ def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int]) 
             args = (
                 words_of(a, 64), words_of(b, wide), views, of_all, Pointer(outs[number][rank].reshape(-1)), None, None, None,
                 Pointer(boxes[rank].reshape(-1)), flags, None, None, rank, number + 1, ceil_div(m, world), k // 2, room, n, m,
-                world, False, 4, scales, high // 64, across // wide, wide, stages, "cuda",
+                world, False, 4, scales, high // 64, across // wide, wide, stages, strips, "cuda",
             )  # fmt: skip
             together(programs_of(rank, PROGRAMS, call, args))
 
@@ -118,10 +120,17 @@ def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int]) 
 
 
 @pytest.mark.parametrize("scales", ["row", *volume("block", "tensor")])
+@pytest.mark.parametrize(("depth", "strips"), [(2, 1), (1, 2), *volume((2, 2))])
 @pytest.mark.parametrize(("x_is_b", "groups", "parts"), [(False, 2, (32, 16, 0)), (True, 1, (16, 0, 0)), (False, 1, (64, 0, 0))])
-def test_groups_multiply_codes_of_all_shards(scales: str, x_is_b: bool, groups: int, parts: tuple[int, int, int]) -> None:
-    """Rank 1 of two, whose own scales lie elsewhere than its peer's. Shards have rows of padding, two strips share a buffer."""
-    world, rank, rows, shard, n, k, depth, stages = 2, 1, 64, 59, 176, 512, 2, 3
+def test_groups_multiply_codes_of_all_shards(
+    scales: str, x_is_b: bool, groups: int, parts: tuple[int, int, int], depth: int, strips: int
+) -> None:
+    """Rank 1 of two, whose own scales lie elsewhere than its peer's. Shards have rows of padding. Two strips share a buffer, or
+    are added up by tensor cores.
+    """
+    world, rank, rows, shard, n, k, stages = 2, 1, 64, 59, 176, 512, 3
+    if scales == "block" and strips > 1:
+        pytest.skip("strips have scales of their own")
     if scales == "block" and sum(parts) not in (16, 64):
         pytest.skip("such a tile lies in several blocks of B")
     draw = torch.Generator().manual_seed(n)
@@ -176,7 +185,7 @@ def test_groups_multiply_codes_of_all_shards(scales: str, x_is_b: bool, groups: 
     call = plain(multiply_scaled)
     of_all = ((own, dense, None, None, room), rank, rows, shard, Pointer(of_b.reshape(-1).numpy()))
     outs = tuple(View(flat, box) for box in boxes)
-    tile = (scales, x_is_b, groups, *parts, stages, depth, "cuda")
+    tile = (scales, x_is_b, groups, *parts, stages, depth, strips, "cuda")
     args = (of_all, n, outs, stagings, (x, y, full, empty), share, 1, False, 8, True, *tile)
 
     def multiply(group: int) -> None:

@@ -73,7 +73,7 @@ def exchange_scales(scales, bases, control, rank, epoch, WORLD: gl.constexpr, SC
 def exchange_and_multiply(
     exchange, bases, epoch, of_all, n, out, stagings, buffers, share,
     WORLD: gl.constexpr, BY_WORDS: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr, SCALES: gl.constexpr,
-    GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
+    GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """The first group: exchanges scales and words, then multiplies."""
     _, rank, rows, cols, _ = share
@@ -81,14 +81,15 @@ def exchange_and_multiply(
         send_words(exchange, rank, epoch, rows, cols, WORLD, BY_WORDS, 1, False)
         exchange_scales(of_all[0], bases, exchange[8], rank, epoch, WORLD, SCALES, TARGET)
         receive_words(exchange, rank, epoch, rows, cols, WORLD, BY_WORDS, 1, TARGET)
-    multiply_scaled(0, of_all, n, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, SCALES, False, GROUPS, Y1, Y2, Y3, STAGES, 1, TARGET)
+    multiply_scaled(0, of_all, n, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, SCALES, False, GROUPS, Y1, Y2, Y3, STAGES, 1, STRIPS, TARGET)
 
 
 @gluon.jit
 def multiply_scaled(
     GROUP: gl.constexpr, of_all, n, out, stagings, buffers, share,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr, SCALES: gl.constexpr, X_IS_B: gl.constexpr,
-    GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr, TARGET: gl.constexpr,
+    GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr, STRIPS: gl.constexpr,
+    TARGET: gl.constexpr,
 ):  # fmt: skip
     """`roles.multiply_tiles` for codes. `of_all` are the scales of A as `exchange_scales` has them, this rank, the rows of a
     shard and how many of these exist, and the scales of B.
@@ -119,7 +120,7 @@ def multiply_scaled(
         last = gl.minimum((col + Y1) // CODES, gl.cdiv(n, CODES) - 1)
         one, two, three, turn = multiply_tile(
             GROUP, buffers, cols, turn, of_a, shard, of_b, scales_b + last * groups,
-            SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH,
+            SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, STRIPS,
         )  # fmt: skip
         one = with_scales(one, of_a, inside, scales_b, col, n, SCALES, X_IS_B)
         store_part(out[0], one, staging, row, col, rows, X_IS_B, TARGET)
@@ -139,7 +140,7 @@ def scaled_specialized_kernel(
     counts, bases, flags, control, rank, rows, cols, n, chunks,
     WORLD: gl.constexpr, CHUNK: gl.constexpr, BY_WORDS: gl.constexpr, K_GROUPS: gl.constexpr, BOXES: gl.constexpr, PACE: gl.constexpr, INTERLEAVED: gl.constexpr,
     GROUP_M: gl.constexpr, ACROSS: gl.constexpr, SCALES: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr,
-    Y3: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
+    Y3: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """See `push_specialized.gather_tiles`. Matrices are words of two codes, and `cols` their number a row."""
     gl.static_assert(not X_IS_B)
@@ -173,7 +174,7 @@ def scaled_specialized_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (exchange_and_multiply, (exchange, bases, epoch, of_all, n, out, stagings, buffers, share, WORLD, BY_WORDS, INTERLEAVED, GROUP_M, ACROSS, SCALES, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (exchange_and_multiply, (exchange, bases, epoch, of_all, n, out, stagings, buffers, share, WORLD, BY_WORDS, INTERLEAVED, GROUP_M, ACROSS, SCALES, GROUPS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
                 (load_tiles, (load, b, buffers, arrivals, taken, share, WORLD, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, False, GROUPS, Y1, Y2, Y3, STAGES)),
                 (poll_tiles, (poll, arrivals, taken, share, WORLD, CHUNK, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
                 (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, BY_WORDS, K_GROUPS, BOXES, PACE, TARGET)),
@@ -185,8 +186,8 @@ def scaled_specialized_kernel(
         gl.static_assert(GROUPS == 2)
         gl.warp_specialize(
             [
-                (exchange_and_multiply, (exchange, bases, epoch, of_all, n, out, stagings, buffers, share, WORLD, BY_WORDS, INTERLEAVED, GROUP_M, ACROSS, SCALES, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
-                (multiply_scaled, (1, of_all, n, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, SCALES, False, GROUPS, Y1, Y2, Y3, STAGES, 1, TARGET)),
+                (exchange_and_multiply, (exchange, bases, epoch, of_all, n, out, stagings, buffers, share, WORLD, BY_WORDS, INTERLEAVED, GROUP_M, ACROSS, SCALES, GROUPS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
+                (multiply_scaled, (1, of_all, n, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, SCALES, False, GROUPS, Y1, Y2, Y3, STAGES, 1, STRIPS, TARGET)),
                 (load_tiles, (load, b, buffers, arrivals, taken, share, WORLD, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, False, GROUPS, Y1, Y2, Y3, STAGES)),
                 (poll_tiles, (poll, arrivals, taken, share, WORLD, CHUNK, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
                 (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, BY_WORDS, K_GROUPS, BOXES, PACE, TARGET)),
@@ -241,6 +242,10 @@ class Codes(Kernel[AllGatherGemm]):
 
 class ScaledSpecialized(Codes, PushSpecialized):
     """See PushSpecialized."""
+
+    def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.constants = self.constants | {"STRIPS": config["strip"] // CODES.value}
 
     def run(self, a: Tensor, scales: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
         """See Codes.run."""
@@ -297,7 +302,7 @@ def scaled_push_words_kernel(
         gl.warp_specialize(
             [
                 (exchange, (exchanged, scales, bases, control, rank, epoch, rows, WORLD, COLS, K_GROUPS, SCALES, TARGET)),
-                (multiply_scaled, (0, of_all, n, out, stagings, buffers, share, 1, False, GROUP_M, True, SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, TARGET)),
+                (multiply_scaled, (0, of_all, n, out, stagings, buffers, share, 1, False, GROUP_M, True, SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, 1, TARGET)),
                 (load_b, (b, buffers, share, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH)),
                 (load_a, (landed, counts, goal, control, rank, buffers, share, K_GROUPS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, TARGET)),
             ],
@@ -309,8 +314,8 @@ def scaled_push_words_kernel(
         gl.warp_specialize(
             [
                 (exchange, (exchanged, scales, bases, control, rank, epoch, rows, WORLD, COLS, K_GROUPS, SCALES, TARGET)),
-                (multiply_scaled, (0, of_all, n, out, stagings, buffers, share, 1, False, GROUP_M, True, SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, TARGET)),
-                (multiply_scaled, (1, of_all, n, out, stagings, buffers, share, 1, False, GROUP_M, True, SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, TARGET)),
+                (multiply_scaled, (0, of_all, n, out, stagings, buffers, share, 1, False, GROUP_M, True, SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, 1, TARGET)),
+                (multiply_scaled, (1, of_all, n, out, stagings, buffers, share, 1, False, GROUP_M, True, SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, 1, TARGET)),
                 (load_b, (b, buffers, share, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH)),
                 (load_a, (landed, counts, goal, control, rank, buffers, share, K_GROUPS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, TARGET)),
             ],

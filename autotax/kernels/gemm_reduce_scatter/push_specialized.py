@@ -336,7 +336,7 @@ class PushSpecialized(Adding):
 def multiply_scaled(
     GROUP: gl.constexpr, of_all, n, m, stagings, staged, drained, buffers, share,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
-    STAGES: gl.constexpr, TARGET: gl.constexpr,
+    STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """`multiply_tiles` for codes. `of_all` are the scales of A and of B with the strides of the former."""
     scales_a, stride_m, stride_g, scales_b = of_all
@@ -356,7 +356,7 @@ def multiply_scaled(
         last = gl.minimum((col + WIDE) // CODES, gl.cdiv(n, CODES) - 1)
         one, two, _, turn = multiply_tile(
             GROUP, buffers, cols, turn, of_a, stride_g, of_b, scales_b + last * groups,
-            SCALES, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1,
+            SCALES, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1, STRIPS,
         )  # fmt: skip
         # Rows of padding lie in the next owner's rows, or are zeros that a NaN of B makes NaN.
         one = gl.where(inside[:, None], with_scales(one, of_a, inside, scales_b, col, n, SCALES, False), 0.0)
@@ -371,7 +371,7 @@ def multiply_scaled(
 def scatter_scaled(
     a, b, boxes, of_all, out, bias, residual, added, box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
-    STAGES: gl.constexpr, TARGET: gl.constexpr,
+    STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """`scatter_tiles` for codes. `a` [m, cols] and `b` [n, cols] are TMA descriptors of words of two codes."""
     HIGH: gl.constexpr = GROUPS * X_ROWS
@@ -393,7 +393,7 @@ def scatter_scaled(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (multiply_scaled, (0, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (multiply_scaled, (0, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
                 (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
                 (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
                 (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
@@ -406,8 +406,8 @@ def scatter_scaled(
         gl.static_assert(GROUPS == 2)
         gl.warp_specialize(
             [
-                (multiply_scaled, (0, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, TARGET)),
-                (multiply_scaled, (1, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (multiply_scaled, (0, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
+                (multiply_scaled, (1, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
                 (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
                 (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
                 (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
@@ -423,14 +423,14 @@ def scaled_specialized_kernel(
     a, b, box0, box1, box2, box3, box4, box5, box6, box7, out, bias, residual, added, box, flags, bases, control,
     scales_a, stride_m, stride_g, scales_b, rank, rows, cols, room, n, m,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
-    STAGES: gl.constexpr, TARGET: gl.constexpr,
+    STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     await_launch()
     epoch = gl.load(control + EPOCH)
     scatter_scaled(
         a, b, (box0, box1, box2, box3, box4, box5, box6, box7), (scales_a, stride_m, stride_g, scales_b), out, bias, residual, added,
         box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
-        WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, TARGET,
+        WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0), TARGET)
 
@@ -438,12 +438,11 @@ def scaled_specialized_kernel(
 class ScaledSpecialized(PushSpecialized):
     """`PushSpecialized` for e4m3; `scaled_roles` says how its groups multiply. Tensors of a call: see `scaled_sums.Scaled`."""
 
-
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         self.quantised, self.result = Quantiser(problem, problem.m, context), problem.result
         super().__init__(plain(problem), config, context)
         self.problem = problem
-        self.constants = self.constants | {"SCALES": problem.scales} | OVERLAPPING
+        self.constants = self.constants | {"SCALES": problem.scales, "STRIPS": config["strip"] // CODES.value} | OVERLAPPING
 
     def view(self, tensor: Tensor, box: list[int]) -> Any:
         """A TMA descriptor of boxes of a tensor of the type of C, or of codes as words of that type."""
