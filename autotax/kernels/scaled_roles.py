@@ -62,15 +62,14 @@ def added(total, part, of_a, of_b, SCALES: gl.constexpr, X_IS_B: gl.constexpr):
 
 @gluon.jit
 def multiply_tile(
-    GROUP: gl.constexpr, buffers, cols, turn, of_a, stride, of_b1, of_b2,
+    GROUP: gl.constexpr, buffers, cols, turn, of_a, stride, of_b,
     SCALES: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
     DEPTH: gl.constexpr, STRIPS: gl.constexpr,
 ):  # fmt: skip
     """The float32 sums of a group's 64 rows of X with each part of Y; `cols` are words. See `roles.multiply_tiles`.
 
     With scales `block`, `of_a` are the addresses of the first scales of the rows of A, `stride` the distance of the next ones,
-    `of_b1` and `of_b2` the addresses of the first scales of B, for two parts of Y. There is no third part then. Tensor cores add
-    up STRIPS strips.
+    and `of_b` the address of the first scale of B, which serves the whole tile. Tensor cores add up STRIPS strips.
     """
     x, y, full, empty = buffers
     layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, 32])
@@ -82,29 +81,36 @@ def multiply_tile(
     STEP: gl.constexpr = max(DEPTH, STRIPS)
     for at in range(0, cols, STEP * BLOCK_K):
         first, second, third = one, two, three
-        for strip in gl.static_range(STEP):
-            stage = (turn + strip // DEPTH) % STAGES
-            if strip % DEPTH == 0:
-                mbarrier.wait(full.index(stage), (turn + strip // DEPTH) // STAGES & 1)
-            place = stage * DEPTH + strip % DEPTH
-            mine = codes_of(x.index(place * GROUPS + GROUP), X_ROWS)
-            first = product_of(mine, y[0].index(place), first, layout1, Y1, strip % STRIPS > 0)
-            if SCALES == "block":  # loaded while the product is computed
-                number = at // BLOCK_K + strip
-                scale = gl.load(of_a + number * stride, cache_modifier=".cg")
-                scale1 = gl.load(of_b1 + number)
-                scale2 = gl.load(of_b2 + number)
-            else:
-                scale, scale1, scale2 = 1.0, 1.0, 1.0
-            if Y1 + Y2 + Y3 > MOST_TOGETHER:
-                gl.static_assert(Y3 == 0 and STRIPS == 1)
-                first = warpgroup_mma_wait(num_outstanding=0, deps=(first,))
-                one = added(one, first, scale, scale1, SCALES, X_IS_B)
-                second = product_of(mine, y[1].index(place), second, layout2, Y2, strip % STRIPS > 0)
-                second = warpgroup_mma_wait(num_outstanding=0, deps=(second,))
-                release(empty, turn, strip, STAGES, DEPTH, STRIPS)
-                two = added(two, second, scale, scale2, SCALES, X_IS_B)
-            else:
+        if Y1 + Y2 + Y3 > MOST_TOGETHER:  # part by part
+            gl.static_assert(DEPTH == 1 and Y3 == 0 and SCALES != "block")
+            for strip in gl.static_range(STRIPS):
+                stage = (turn + strip) % STAGES
+                mbarrier.wait(full.index(stage), (turn + strip) // STAGES & 1)
+                mine = codes_of(x.index(stage * GROUPS + GROUP), X_ROWS)
+                first = product_of(mine, y[0].index(stage), first, layout1, Y1, strip > 0)
+            first = warpgroup_mma_wait(num_outstanding=0, deps=(first,))
+            one += first
+            for strip in gl.static_range(STRIPS):
+                stage = (turn + strip) % STAGES
+                mine = codes_of(x.index(stage * GROUPS + GROUP), X_ROWS)
+                second = product_of(mine, y[1].index(stage), second, layout2, Y2, strip > 0)
+            second = warpgroup_mma_wait(num_outstanding=0, deps=(second,))
+            release(empty, turn, STRIPS - 1, STAGES, DEPTH, STRIPS)
+            two += second
+        else:
+            for strip in gl.static_range(STEP):
+                stage = (turn + strip // DEPTH) % STAGES
+                if strip % DEPTH == 0:
+                    mbarrier.wait(full.index(stage), (turn + strip // DEPTH) // STAGES & 1)
+                place = stage * DEPTH + strip % DEPTH
+                mine = codes_of(x.index(place * GROUPS + GROUP), X_ROWS)
+                first = product_of(mine, y[0].index(place), first, layout1, Y1, strip % STRIPS > 0)
+                if SCALES == "block":  # loaded while the product is computed
+                    number = at // BLOCK_K + strip
+                    scale = gl.load(of_a + number * stride, cache_modifier=".cg")
+                    scale_b = gl.load(of_b + number)
+                else:
+                    scale, scale_b = 1.0, 1.0
                 if Y2:
                     second = product_of(mine, y[1].index(place), second, layout2, Y2, strip % STRIPS > 0)
                 if Y3:
@@ -117,7 +123,7 @@ def multiply_tile(
                     else:
                         first = warpgroup_mma_wait(num_outstanding=0, deps=(first,))
                     release(empty, turn, strip, STAGES, DEPTH, STRIPS)
-                    one = added(one, first, scale, scale1, SCALES, X_IS_B)
+                    one = added(one, first, scale, scale_b, SCALES, X_IS_B)
                     if Y2:
                         two += second
                     if Y3:

@@ -206,6 +206,13 @@ def parts_of(y: int) -> list[int]:
     return parts
 
 
+def staged_columns(block_n: int, stages: int) -> int:
+    """Most columns of C that a group of warps stages at a time in a kernel for e4m3. Four stages of the widest tile leave no room
+    for those of a whole part.
+    """
+    return PART_ROWS // 2 if block_n == 2 * PART_ROWS and stages > 3 else PART_ROWS
+
+
 # A box is GROUP_ROWS x BLOCK_K. Boxes are sent chunk by chunk of rows, and within a chunk strip by strip of BLOCK_K columns.
 # Kernels compile the functions below, which therefore use no global constants.
 

@@ -13,7 +13,7 @@ from autotax.kernels import tiling
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.scaled import as_words
 from autotax.spaces import scaled
-from autotax.spaces.gemm_roles import STAGES, fits, have_roles, most_stages, time_of
+from autotax.spaces.gemm_roles import STAGES, Fits, codes_fit, fits, have_roles, most_stages, time_of
 from autotax.spaces.gemm_tiles import MOST_ROWS, order_parameters
 
 BLOCKS_N = tuple(sorted({*tiling.BLOCKS_OF_B, *itertools.chain(*tiling.BLOCKS_BESIDE_A.values())}))
@@ -55,20 +55,20 @@ def _lies_across(problem: AllGatherGemm, block_m: int, block_n: int) -> bool:
 
 
 def _push_specialized_tile_seeds(
-    problem: AllGatherGemm, hardware: Hardware, suits: Callable[[int, int], bool], boxes: int = 1
+    problem: AllGatherGemm, hardware: Hardware, suits: Callable[[int, int], bool], fits: Fits, boxes: int = 1
 ) -> list[dict[str, Value]]:
     """Tiles sorted by `time_of`, each with as many stages as fit."""
     seeds = []
     for block_m, block_n in itertools.product(_blocks_of_a(problem), BLOCKS_N):
         if suits(block_m, block_n) and not _lies_across(problem, block_m, block_n):
-            stages = most_stages(hardware, block_m, block_n, boxes)
+            stages = most_stages(hardware, block_m, block_n, boxes, fits)
             seeds.append((time_of(problem, hardware.processors, block_m, block_n), block_m, block_n, stages))
     return [{"block_m": m, "block_n": n, "num_stages": stages} for _, m, n, stages in sorted(seeds)]
 
 
 def push_specialized(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """The space of the variant, or None where it does not apply."""
-    return _specialized("push_specialized", problem, hardware, tiling.is_a_tile, BY_WORDS)
+    return _specialized("push_specialized", problem, hardware, tiling.is_a_tile, BY_WORDS, fits)
 
 
 def scaled_specialized(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
@@ -83,14 +83,15 @@ def scaled_specialized(problem: AllGatherGemm, hardware: Hardware) -> VariantSpa
         whole = block_n <= scaled.TOGETHER or block_n == SCALED_WIDEST
         return block_n in tiling.BLOCKS_BESIDE_A.get(block_m, ()) and whole and block_n in columns
 
-    space = _specialized("scaled_specialized", as_words(problem), hardware, suits, BY_WORDS[1:])
+    space = _specialized("scaled_specialized", as_words(problem), hardware, suits, BY_WORDS[1:], codes_fit)
     return space and scaled.with_strips(space, scaled.strips(problem))
 
 
 def _specialized(
-    variant: str, problem: AllGatherGemm, hardware: Hardware, suits: Callable[[int, int], bool], by_words: tuple[int, ...]
-) -> VariantSpace | None:
-    """A warp-specialized GEMM of tiles that it `suits`."""
+    variant: str, problem: AllGatherGemm, hardware: Hardware, suits: Callable[[int, int], bool], by_words: tuple[int, ...],
+    fits: Fits,
+) -> VariantSpace | None:  # fmt: skip
+    """A warp-specialized GEMM of tiles that it `suits` and whose shared memory `fits`."""
     if problem.shard_rows % tiling.GROUP_ROWS or not _applies(problem, hardware):
         return None
     orders = order_parameters(problem)["order"]
@@ -123,7 +124,7 @@ def _specialized(
     )
     if not parameters["by_words"] or not any(itertools.starmap(suits, itertools.product(parameters["block_m"], BLOCKS_N))):
         return None
-    values = _push_specialized_seeds(problem, hardware, orders, parameters, suits)
+    values = _push_specialized_seeds(problem, hardware, orders, parameters, suits, fits)
     if variant != "push_specialized":  # no search has said yet which tiles are fast: different ones come first
         firsts = {(value["block_m"], value["block_n"]): value for value in reversed(values)}
         values.sort(key=lambda value: firsts[value["block_m"], value["block_n"]] is not value)
@@ -132,12 +133,12 @@ def _specialized(
 
 def _push_specialized_seeds(
     problem: AllGatherGemm, hardware: Hardware, orders: tuple[Value, ...], parameters: dict[str, tuple[Value, ...]],
-    suits: Callable[[int, int], bool],
+    suits: Callable[[int, int], bool], fits: Fits,
 ) -> list[dict[str, Value]]:  # fmt: skip
     """Values of seeds. K groups are of whole shards where there is one wave, of a quarter of their rows where more."""
     groups, chunks = parameters["k_groups"], parameters["chunk_rows"]
     whole = int(chunks[-1])
-    tiles = _push_specialized_tile_seeds(problem, hardware, suits)
+    tiles = _push_specialized_tile_seeds(problem, hardware, suits, fits)
     block_m, block_n = int(tiles[0]["block_m"]), int(tiles[0]["block_n"])
     waves = ceil_div(problem.m // block_m * ceil_div(problem.n, block_n), hardware.processors)
     fine = next(group for group in reversed(groups) if group == 1 or problem.shard_cols >= int(group) * COLUMNS_OF_A_GROUP)
@@ -154,7 +155,7 @@ def _push_specialized_seeds(
     values = [tile | defaults for tile in tiles[:3]] + [tiles[0] | defaults | other for other in others]
     both = len(parameters["boxes"])
     if both > 1:
-        values.insert(1, _push_specialized_tile_seeds(problem, hardware, suits, boxes=2)[0] | defaults | {"boxes": 2})
+        values.insert(1, _push_specialized_tile_seeds(problem, hardware, suits, fits, boxes=2)[0] | defaults | {"boxes": 2})
     # A longer search on two H200 preferred slower boxes at nine of eleven shapes, more words at four, and one stage fewer at
     # three.
     more = next((columns for columns in parameters["by_words"] if int(columns) >= 2 * by_words > 0), by_words)

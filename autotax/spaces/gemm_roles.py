@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from autotax.core.problem import ceil_div
 from autotax.hardware import Hardware
-from autotax.kernels.tiling import BLOCK_K, GROUP_ROWS, MOST_RANKS, parts_of, sides
+from autotax.kernels.tiling import BLOCK_K, GROUP_ROWS, MOST_RANKS, PART_ROWS, parts_of, sides, staged_columns
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
@@ -25,18 +27,30 @@ def have_roles(problem: AllGatherGemm | GemmReduceScatter, hardware: Hardware) -
     return aligned and hardware.target == "cuda:90" and problem.world_size <= MOST_RANKS
 
 
-def shared_bytes(block_m: int, block_n: int, stages: int, boxes: int = 0, block_k: int = BLOCK_K) -> int:
-    """Lower bound of a kernel's shared memory: operand buffers, staged output, boxes, barriers."""
+def shared_bytes(
+    block_m: int, block_n: int, stages: int, boxes: int = 0, block_k: int = BLOCK_K, staged: int = PART_ROWS
+) -> int:
+    """Lower bound of a kernel's shared memory: operand buffers, staged output of at most so many columns, boxes, barriers."""
     x, y = sides(block_m, block_n)
-    elements = stages * (x + y) * block_k + x * parts_of(y)[0] + boxes * GROUP_ROWS * BLOCK_K
+    elements = stages * (x + y) * block_k + x * min(parts_of(y)[0], staged) + boxes * GROUP_ROWS * BLOCK_K
     return 2 * elements + BARRIER_BYTES
+
+
+Fits = Callable[[Hardware, int, int, int, int], bool]
+"""Whether the shared memory of a GPU has room for a tile of so many rows and columns, with so many stages and boxes."""
 
 
 def fits(hardware: Hardware, block_m: int, block_n: int, stages: int, boxes: int = 0, block_k: int = BLOCK_K) -> bool:
     return shared_bytes(block_m, block_n, stages, boxes, block_k) <= hardware.shared_memory
 
 
-def most_stages(hardware: Hardware, block_m: int, block_n: int, boxes: int = 0) -> int:
+def codes_fit(hardware: Hardware, block_m: int, block_n: int, stages: int, boxes: int = 0) -> bool:
+    """`fits` for words of two codes, whose widest tiles may stage less."""
+    staged = staged_columns(block_n, stages)
+    return shared_bytes(block_m, block_n, stages, boxes, staged=staged) <= hardware.shared_memory
+
+
+def most_stages(hardware: Hardware, block_m: int, block_n: int, boxes: int = 0, fits: Fits = fits) -> int:
     return max(stages for stages in STAGES if fits(hardware, block_m, block_n, stages, boxes))
 
 

@@ -36,8 +36,8 @@ TOGETHER = 192
 """Most columns of a warp-specialized tile whose parts are multiplied together: groups keep the sums of a strip of K beside those
 of all strips. A wider tile has two parts, one after the other.
 """
-STRIP_STAGES = 3
-"""Fewest stages with two strips at a time: one more is loaded meanwhile."""
+STRIP_STAGES, WIDE_STRIP_STAGES = 3, 4
+"""Fewest stages with two strips at a time, of which a wider tile holds both for longer."""
 
 
 def strips(problem: Any) -> tuple[Value, ...]:
@@ -52,11 +52,11 @@ def with_strips(space: VariantSpace, allowed: tuple[Value, ...]) -> VariantSpace
     """The space of a warp-specialized kernel with the parameter `strip`. Seeds have the widest that their tiles take; those with
     the widest come first, because 256 columns took 0.92 to 0.97 of the time of 128 (eight problems of two H200).
     """
-    constraints = (
-        Constraint(("block_n", "strip"), lambda n, strip: strip == GROUP or n <= TOGETHER, "parts of such a tile take turns"),
-        Constraint(("num_stages", "strip"), lambda n, strip: strip == GROUP or n >= STRIP_STAGES, "two strips take two stages"),
-    )
-    space = replace(space, parameters=space.parameters | {"strip": allowed}, constraints=(*space.constraints, *constraints))
+    def loads(block_n: int, stages: int, strip: int) -> bool:
+        return strip == GROUP or stages >= (STRIP_STAGES if block_n <= TOGETHER else WIDE_STRIP_STAGES)
+
+    constraint = Constraint(("block_n", "num_stages", "strip"), loads, "two strips leave too few stages for those that come next")
+    space = replace(space, parameters=space.parameters | {"strip": allowed}, constraints=(*space.constraints, constraint))
     choices = [[Config.of(space.variant, seed.values | {"strip": strip}) for strip in allowed[::-1]] for seed in space.seeds]
     seeds = [next(seed for seed in some if space.why_not(seed) is None) for some in choices]
     return replace(space, seeds=tuple(sorted(seeds, key=lambda seed: -int(seed["strip"]))))

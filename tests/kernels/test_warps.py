@@ -75,8 +75,8 @@ def test_the_warps_compute_the_sum(tile: tuple[int, int], world: int, stages: in
 def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int], strips: int) -> None:
     """Two ranks, sizes that no tile divides, rows of padding; words of A and B are pairs of codes."""
     (high, across), world, sizes, n, k, stages = tile, 2, [299, 5, 299], 272, 384 if strips == 1 else 512, 1 + strips
-    if scales == "block" and strips > 1:
-        pytest.skip("strips have scales of their own")
+    if scales == "block" and (strips, across) != (1, 128):
+        pytest.skip("a strip of a tile has one scale of B")
     wide, room = min(128, across), ceil_div(sizes[0], world)
     draw = torch.Generator().manual_seed(n)
     boxes = [np.full((2 * world, room, n), np.nan, np.float16) for _ in range(world)]
@@ -121,14 +121,19 @@ def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int], 
 
 @pytest.mark.parametrize("scales", ["row", *volume("block", "tensor")])
 @pytest.mark.parametrize(("depth", "strips"), [(2, 1), (1, 2), *volume((2, 2))])
-@pytest.mark.parametrize(("x_is_b", "groups", "parts"), [(False, 2, (32, 16, 0)), (True, 1, (16, 0, 0)), (False, 1, (64, 0, 0))])
+@pytest.mark.parametrize(
+    ("x_is_b", "groups", "parts"),
+    [(False, 2, (32, 16, 0)), (True, 1, (16, 0, 0)), (False, 1, (64, 0, 0)), (False, 1, (128, 128, 0))],
+)
 def test_groups_multiply_codes_of_all_shards(
     scales: str, x_is_b: bool, groups: int, parts: tuple[int, int, int], depth: int, strips: int
 ) -> None:
     """Rank 1 of two, whose own scales lie elsewhere than its peer's. Shards have rows of padding. Two strips share a buffer, or
-    are added up by tensor cores.
+    are added up by tensor cores. Tiles of 256 columns are multiplied part by part, and stored in halves of parts.
     """
     world, rank, rows, shard, n, k, stages = 2, 1, 64, 59, 176, 512, 3
+    if sum(parts) == 256 and depth > 1:
+        pytest.skip("no such kernel has two strips in a buffer")
     if scales == "block" and strips > 1:
         pytest.skip("strips have scales of their own")
     if scales == "block" and sum(parts) not in (16, 64):
@@ -158,8 +163,8 @@ def test_groups_multiply_codes_of_all_shards(
     for stage in range(stages):
         full.index(stage).count, empty.index(stage).count = 1, groups
     flat = np.full((1, world * rows, n), np.nan, np.float16)
-    boxes = [(1, part, 64) if x_is_b else (1, 64, part) for part in parts]
-    stagings = warps.Shared(np.zeros((groups, 64, parts[0]), np.float16))
+    boxes = [(1, part, 64) if x_is_b else (1, 64, min(part, 64)) for part in parts]
+    stagings = warps.Shared(np.zeros((groups, *boxes[0][1:]), np.float16))
     where = plain(tile_at)
 
     def load() -> None:

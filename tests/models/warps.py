@@ -37,6 +37,12 @@ class Array(np.ndarray):
             return Pointer(dtype, self // dtype.itemsize)
         return self.astype(dtype).view(Array)
 
+    def permute(self, sides: tuple[int, ...]) -> Any:
+        return self.transpose(sides)
+
+    def split(self) -> tuple[Any, Any]:
+        return self[..., 0], self[..., 1]
+
 
 class Pointer:
     """An element of a tensor, or a block of elements."""

@@ -245,7 +245,7 @@ def gather_tiles(
     BLOCK_N: gl.constexpr = GROUPS * X_ROWS if X_IS_B else Y1 + Y2 + Y3
     n_tiles = gl.cdiv(n, BLOCK_N)
     items = gl.cdiv(WORLD * rows, BLOCK_M) * n_tiles if ACROSS else WORLD * (rows // BLOCK_M) * n_tiles
-    buffers, stagings = allocate(own, out[0], 1, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, 1)
+    buffers, stagings = allocate(own, out[0], 1, GROUPS, Y1, Y2, Y3, STAGES, 1)
     boxes = gl.allocate_shared_memory(own.dtype, [BOXES, X_ROWS, BLOCK_K], sent.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
     there = gl.allocate_shared_memory(gl.int64, [K_GROUPS + 1, 1], mbarrier.MBarrierLayout())

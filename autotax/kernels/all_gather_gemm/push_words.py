@@ -278,7 +278,7 @@ def push_words_kernel(
     b = (b1, b2, b3)
     out = (out1, out2, out3)
     n_tiles = gl.cdiv(n, BLOCK_N)
-    buffers, stagings = allocate(landed, out1, 2, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH)
+    buffers, stagings = allocate(landed, out1, 2, GROUPS, Y1, Y2, Y3, STAGES, DEPTH)
     fence_async_shared()
     exchange = (a, stride, shard, landing, words, landings, room, counts, control)
     # The gathered A is treated as one shard, because all its rows lie in one place.

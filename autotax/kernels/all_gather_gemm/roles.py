@@ -172,10 +172,10 @@ def wait_first(flags, first, count, source, epoch, control, PATIENCE: gl.constex
 @gluon.jit
 def allocate(
     a, out, LOADERS: gl.constexpr,
-    X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
+    GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
     """Allocates buffers for blocks, (x, parts of y, full, empty), which LOADERS warps fill, and a staging area per
-    group for its stores. Their types follow `a` and `out`.
+    group for its stores, of the size of a box of `out`. Their types follow `a` and `out`.
     """
     dtype: gl.constexpr = a.dtype
     layout: gl.constexpr = a.layout
@@ -189,7 +189,7 @@ def allocate(
     if Y3:
         y3 = gl.allocate_shared_memory(dtype, [STAGES * DEPTH, Y3, BLOCK_K], layout)
     staged: gl.constexpr = gl.NVMMASharedLayout(layout_out.swizzle_byte_width, layout_out.element_bitwidth, 2)
-    stagings = gl.allocate_shared_memory(dtype, [GROUPS, Y1, X_ROWS] if X_IS_B else [GROUPS, X_ROWS, Y1], staged)
+    stagings = gl.allocate_shared_memory(dtype, [GROUPS, out.block_shape[1], out.block_shape[2]], staged)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):

@@ -27,6 +27,7 @@ from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, LIMIT, leave, note_missing
 from autotax.kernels.scaled_roles import CODES, OVERLAPPING, await_launch, multiply_tile, with_scales
+from autotax.kernels.tiling import staged_columns
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.inputs import DTYPES
 from autotax.operators.scaled import as_words
@@ -85,6 +86,19 @@ def exchange_and_multiply(
 
 
 @gluon.jit
+def store_whole(out, part, staging, row, col, rows, X_IS_B: gl.constexpr, TARGET: gl.constexpr):
+    """Stores a part of a tile, in two halves where the box of C has half its columns."""
+    WIDE: gl.constexpr = out.block_shape[2]
+    if X_IS_B or part.shape[1] == WIDE:
+        store_part(out, part, staging, row, col, rows, X_IS_B, TARGET)
+    else:
+        gl.static_assert(part.shape[1] == 2 * WIDE)
+        left, right = part.reshape([X_ROWS, 2, WIDE]).permute((0, 2, 1)).split()
+        store_part(out, left, staging, row, col, rows, X_IS_B, TARGET)
+        store_part(out, right, staging, row, col + WIDE, rows, X_IS_B, TARGET)
+
+
+@gluon.jit
 def multiply_scaled(
     GROUP: gl.constexpr, of_all, n, out, stagings, buffers, share,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr, SCALES: gl.constexpr, X_IS_B: gl.constexpr,
@@ -117,19 +131,18 @@ def multiply_scaled(
             place = gl.where(source == rank, own.to(gl.int64), dense.to(gl.int64) + 4 * (source * room).to(gl.int64))
             of_a = gl.where(inside, place + 4 * (r - source * shard_rows).to(gl.int64), own.to(gl.int64)).to(own.dtype)
         of_b = scales_b + col // CODES * groups
-        last = gl.minimum((col + Y1) // CODES, gl.cdiv(n, CODES) - 1)
         one, two, three, turn = multiply_tile(
-            GROUP, buffers, cols, turn, of_a, shard, of_b, scales_b + last * groups,
+            GROUP, buffers, cols, turn, of_a, shard, of_b,
             SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, STRIPS,
         )  # fmt: skip
         one = with_scales(one, of_a, inside, scales_b, col, n, SCALES, X_IS_B)
-        store_part(out[0], one, staging, row, col, rows, X_IS_B, TARGET)
+        store_whole(out[0], one, staging, row, col, rows, X_IS_B, TARGET)
         if Y2:
             two = with_scales(two, of_a, inside, scales_b, col + Y1, n, SCALES, X_IS_B)
-            store_part(out[1], two, staging, row, col + Y1, rows, X_IS_B, TARGET)
+            store_whole(out[1], two, staging, row, col + Y1, rows, X_IS_B, TARGET)
         if Y3:
             three = with_scales(three, of_a, inside, scales_b, col + Y1 + Y2, n, SCALES, X_IS_B)
-            store_part(out[2], three, staging, row, col + Y1 + Y2, rows, X_IS_B, TARGET)
+            store_whole(out[2], three, staging, row, col + Y1 + Y2, rows, X_IS_B, TARGET)
     tma.store_wait(0)
 
 
@@ -156,7 +169,7 @@ def scaled_specialized_kernel(
     of_all = ((own_scales, dense, scale_words, size, scale_room), rank, rows, shard, scales_b)
     n_tiles = gl.cdiv(n, BLOCK_N)
     items = gl.cdiv(WORLD * rows, BLOCK_M) * n_tiles if ACROSS else WORLD * (rows // BLOCK_M) * n_tiles
-    buffers, stagings = allocate(own, out1, 1, False, GROUPS, Y1, Y2, Y3, STAGES, 1)
+    buffers, stagings = allocate(own, out1, 1, GROUPS, Y1, Y2, Y3, STAGES, 1)
     boxes = gl.allocate_shared_memory(own.dtype, [BOXES, X_ROWS, own.block_shape[1]], sent.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
     arrivals = gl.allocate_shared_memory(gl.int64, [K_GROUPS + 1, 1], mbarrier.MBarrierLayout())
@@ -246,6 +259,8 @@ class ScaledSpecialized(Codes, PushSpecialized):
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.constants = self.constants | {"STRIPS": config["strip"] // CODES.value}
+        columns = staged_columns(config["block_n"], config["num_stages"])
+        self.views.boxes_out = [[1, high, min(wide, columns)] for _, high, wide in self.views.boxes_out]
 
     def run(self, a: Tensor, scales: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
         """See Codes.run."""
@@ -289,7 +304,7 @@ def scaled_push_words_kernel(
     b = (b1, b2, b3)
     out = (out1, out2, out3)
     n_tiles = gl.cdiv(n, BLOCK_N)
-    buffers, stagings = allocate(landed, out1, 2, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH)
+    buffers, stagings = allocate(landed, out1, 2, GROUPS, Y1, Y2, Y3, STAGES, DEPTH)
     fence_async_shared()
     exchanged = (a, stride, shard, landing, words, landings, room, counts, control)
     scales = (own_scales, dense, scale_words, size, scale_room)

@@ -234,7 +234,7 @@ def scatter_tiles(
     HIGH: gl.constexpr = GROUPS * X_ROWS
     m_tiles = gl.cdiv(rows, HIGH)
     n_tiles = gl.cdiv(n, PARTS * WIDE)
-    buffers, stagings = allocate(a, boxes[0], 1, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1)
+    buffers, stagings = allocate(a, boxes[0], 1, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1)
     staged = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     drained = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -353,9 +353,8 @@ def multiply_scaled(
         of_a = scales_a + gl.where(inside, row, 0) * stride_m
         col = tile * (PARTS * WIDE)
         of_b = scales_b + col // CODES * groups
-        last = gl.minimum((col + WIDE) // CODES, gl.cdiv(n, CODES) - 1)
         one, two, _, turn = multiply_tile(
-            GROUP, buffers, cols, turn, of_a, stride_g, of_b, scales_b + last * groups,
+            GROUP, buffers, cols, turn, of_a, stride_g, of_b,
             SCALES, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1, STRIPS,
         )  # fmt: skip
         # Rows of padding lie in the next owner's rows, or are zeros that a NaN of B makes NaN.
@@ -377,7 +376,7 @@ def scatter_scaled(
     HIGH: gl.constexpr = GROUPS * X_ROWS
     m_tiles = gl.cdiv(rows, HIGH)
     n_tiles = gl.cdiv(n, PARTS * WIDE)
-    buffers, stagings = allocate(a, boxes[0], 1, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1)
+    buffers, stagings = allocate(a, boxes[0], 1, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1)
     staged = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     drained = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
