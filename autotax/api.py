@@ -32,7 +32,7 @@ from autotax.db.lookup import lookup, reload
 from autotax.db.records import Place, Stale, stale_winners
 from autotax.hardware import Hardware, check_memory, check_world_size
 from autotax.operators import registry
-from autotax.software import Environment, environment
+from autotax.software import environment
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, Listener, Progress, Settings, Verdict, equal_code
 from autotax.tuner.comparison import Choice, baseline_for, best_of, shown_variants, trials_here
@@ -108,13 +108,14 @@ def tune_jobs(
     for world_size in dict.fromkeys(problem.world_size for problem, _ in jobs):
         alike = [job for job in jobs if job[0].world_size == world_size]
         with ranks(hardware, world_size, jobs[0][1].seed) as runner:
+            compile_first = partial(_begin, alike[0], hardware, runner, store)
             for (problem, settings), later in zip_longest(alike, alike[1:]):
                 began = time.monotonic()  # the limit of a single problem bounds the whole call, the start of the ranks included
                 with watch(problem, hardware) as listener:
-                    software = runner.environment
+                    software = runner.start(compile_first)
                     if len(alike) > 1:  # several problems share the ranks, whose start takes no time of the first one
                         began = time.monotonic()
-                    begin = partial(_begin, later, hardware, runner, store, software) if later else None
+                    begin = partial(_begin, later, hardware, runner, store) if later else None
                     verdict = tuner.tune(
                         problem, hardware=hardware, runner=runner, store=store, environment=software,
                         settings=settings, listener=listener, meanwhile=begin, began=began,
@@ -129,10 +130,10 @@ def tune_jobs(
                     return
 
 
-def _begin(job: Job, hardware: Hardware, runner: runners.LiveRunner, store: Store, software: Environment) -> None:
+def _begin(job: Job, hardware: Hardware, runner: runners.LiveRunner, store: Store) -> None:
     """Lets compilers begin with the next problem. Best effort: errors come up again when that problem is tuned."""
     with suppress(Exception):
-        tuner.compile_ahead(job[0], hardware, runner, store, software, job[1])
+        tuner.compile_ahead(job[0], hardware, runner, store, environment(hardware.backend), job[1])
 
 
 @dataclass(frozen=True)

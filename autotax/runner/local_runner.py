@@ -109,8 +109,8 @@ class RankPool:
         """Whether all ranks are alive; one may have died while it had nothing to do, which is no candidate's fault."""
         return bool(self.ranks) and all(rank.child.process.poll() is None for rank in self.ranks)
 
-    def start(self, until: float = math.inf) -> Environment:
-        """Starts the ranks and waits until all are ready; returns the software that they all run.
+    def start(self, until: float = math.inf, meanwhile: Callable[[], None] | None = None) -> Environment:
+        """Starts the ranks, calls `meanwhile` and waits until all are ready; returns the software that they all run.
 
         Raises GroupLost if they do not come up, MachineError if they cannot meet, UsageError if they do not all run the same code
         and packages, TimeIsUp at the monotonic time `until`.
@@ -128,7 +128,7 @@ class RankPool:
             setup = member.rank, self.world_size, self.hardware.backend, self._meeting.address, self.heap_bytes, self.modules
             with suppress(BrokenPipeError):  # the process died at once; the code that waits for it notices
                 member.pipe.send(RankSetup(*setup))
-        hellos = self._collect(START_DEADLINE_S, START_DEADLINE_S, until)
+        hellos = self._collect(START_DEADLINE_S, START_DEADLINE_S, until, meanwhile)
         environments = [hello.environment for hello in hellos if isinstance(hello, Hello)]
         for rank, other in enumerate(environments):
             if other != environments[0]:
@@ -306,7 +306,13 @@ class LiveRunner:
     @property
     def environment(self) -> Environment:
         """The software of the ranks; starts them if they are not running."""
-        self._ensure_running()
+        return self.start()
+
+    def start(self, meanwhile: Callable[[], None] | None = None) -> Environment:
+        """Starts the ranks if they are not running, and calls `meanwhile` in this process before they are ready. Returns their
+        software.
+        """
+        self._ensure_running(meanwhile=meanwhile)
         assert self._environment is not None
         return self._environment
 
@@ -399,16 +405,16 @@ class LiveRunner:
             self.compilers.close()
         self.pool.close()
 
-    def _ensure_running(self, until: float = math.inf) -> None:
+    def _ensure_running(self, until: float = math.inf, meanwhile: Callable[[], None] | None = None) -> None:
         if not self.pool.running:
-            self._environment = self._start(until)
+            self._environment = self._start(until, meanwhile)
             self._news = self._neighbours()
 
-    def _start(self, until: float) -> Environment:
+    def _start(self, until: float, meanwhile: Callable[[], None] | None) -> Environment:
         """Starts the ranks, in several attempts: lost ranks may hold their devices a moment longer."""
         for attempt in range(1, STARTS + 1):
             try:
-                return self.pool.start(until)
+                return self.pool.start(until, meanwhile if attempt == 1 else None)
             except GroupLost as loss:
                 last = loss
                 self.restarts += 1

@@ -140,6 +140,9 @@ class Ranks:
     """What the start takes."""
     closed: int = 0
     expected: list[Problem] = field(default_factory=list)
+    ahead: list[Problem] = field(default_factory=list)
+    """Problems whose kernels compilers began with before the ranks were ready."""
+    foresight: int = 8
 
     def __call__(self, hardware: Hardware, world_size: int, seed: int = 0) -> Ranks:
         self.hardware, self.world_size = hardware, world_size
@@ -147,8 +150,14 @@ class Ranks:
 
     @property
     def environment(self) -> Environment:
+        return self.start()
+
+    def start(self, meanwhile: Callable[[], None] | None = None) -> Environment:
         if self.world_size not in self.started:
             self.started.append(self.world_size)
+            if meanwhile:
+                meanwhile()
+                self.ahead = list(self.expected)
             time.sleep(self.start_s)
         return environment("cpu")
 

@@ -177,6 +177,7 @@ def test_a_file_of_shapes_shares_ranks(run: Run, tuner: Tuner, ranks: Ranks, tmp
     assert [problem for problem, _ in tuner.asked] == [PROBLEM, DECODE, wide]
     assert [document["problem"] for document in documents] == [p.to_dict() for p in (PROBLEM, wide, DECODE)]
     assert ranks.started == [2, 4] and ranks.closed == 2
+    assert ranks.ahead == [PROBLEM, wide], "kernels of the first problem compile while ranks start"
     assert not tuner.compared
 
 
@@ -203,10 +204,10 @@ def test_an_interruption_ends_a_file_of_shapes(run: Run, tuner: Tuner, ranks: Ra
 
 @pytest.mark.usefixtures("tuner")
 def test_ranks_that_do_not_start(run: Run, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(_: object) -> None:
+    def lost(*_: object) -> None:
         raise GroupLost("crash", "rank 1 was killed by SIGKILL\nat 'starting'")
 
-    monkeypatch.setattr(Ranks, "environment", property(lost))
+    monkeypatch.setattr(Ranks, "start", lost)
     result = run("tune", *GEMM)
     assert result.code == 1 and "SIGKILL" in result.err and "autotax doctor" in result.err
     assert ranks.closed == 1 and result.err.count("\n") == 3, "that it is slow, what is tuned, and why it is not"
@@ -214,10 +215,10 @@ def test_ranks_that_do_not_start(run: Run, ranks: Ranks, monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("tuner")
 def test_ctrl_c_while_the_ranks_start(run: Run, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Ranks, "environment", property(interrupt))
+    monkeypatch.setattr(Ranks, "start", interrupt)
     result = run("tune", *GEMM)
     assert result.code == 130 and "interrupted" in result.err and ranks.closed == 1
 

@@ -201,6 +201,18 @@ def test_an_interrupted_job_leaves_no_answer_to_the_next(runner: LiveRunner, mon
     assert after.status == "ok", after.error
 
 
+def test_what_is_done_meanwhile_is_done_while_the_ranks_start() -> None:
+    live = LiveRunner(CPU, 2)
+    stages: list[str] = []
+    try:
+        started = live.start(lambda: stages.extend(rank.stage for rank in live.pool.ranks))
+        assert started == live.environment and stages == ["starting", "starting"]
+        live.start(stages.clear)
+        assert stages, "they had started"
+    finally:
+        live.close()
+
+
 @pytest.mark.volume
 def test_files_in_the_folder_of_the_user_do_not_get_in_the_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text("raise ImportError('not the random you think of')\n")

@@ -13,7 +13,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
-from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
 from autotax.spaces import Space, space_for
 from tests.spaces.drawing import CPU, H200, HARDWARE, MI300X, configs, problems
 
@@ -131,6 +131,20 @@ def test_two_programs_a_processor_are_tried_early(variant: str, batch: int, seve
     assert second["splits"] == (1 if several else 2) * int(first["splits"])
 
 
+@pytest.mark.parametrize(
+    ("scales", "k", "strips"),
+    [("row", 8192, (128, 256)), ("tensor", 1280, (128, 256)), ("row", 1152, (128,)), ("block", 8192, (128,))],
+)
+def test_tensor_cores_add_up_as_many_columns_as_share_scales(scales: str, k: int, strips: tuple[int, ...]) -> None:
+    """The widest strips come first, and wide tiles have room for them."""
+    for problem in (
+        AllGatherGemm(2048, 28672, k, "e4m3", "m", 2, scales=scales),
+        GemmReduceScatter(2048, 8192, k, "e4m3", "scattered", 2, scales=scales),
+    ):
+        space = space_for(problem, H200).variants["scaled_specialized"]
+        assert space.parameters["strip"] == strips and {seed["strip"] for seed in space.seeds[:3]} == {strips[-1]}
+
+
 def test_tiles_of_two_products_are_not_cut_into_parts() -> None:
     space = space_for(AllGatherGemm(2048, 2560, 8192), H200)
     config = Config.of("push", space.default("push").values | {"block_n": 320, "num_warps": 8, "num_stages": 3, "splits": 2})
@@ -234,6 +248,8 @@ def test_only_refuses_unknown_variants_in_one_line() -> None:
             {"block_m": 128, "block_n": 256, "block_k": 128, "num_stages": 5, "num_warps": 8}, "shared memory",
         ),
         (AllGatherGemm(8192, 8192, 8192, "fp32"), "pull", {"block_m": 128, "block_n": 128}, "registers"),
+        (AllGatherGemm(2048, 8192, 8192, "e4m3", scales="row"), "scaled_specialized",
+         {"block_m": 128, "block_n": 256, "num_stages": 3, "strip": 256}, "too few stages"),
         (FlashDecode(1, 64, 1, 256, 8192), "single", {"block_s": 64, "num_warps": 2, "num_stages": 2}, "registers"),
         (FlashDecode(1, 8, 8, 128, 4096), "fused", {"block_s": 64, "splits": 128, "num_warps": 4}, "block of tokens"),
         (FlashDecode(1, 8, 8, 128, 4096), "fused", {"attend": "by_warp", "block_s": 64, "num_warps": 8}, "too few tokens"),
