@@ -61,7 +61,7 @@ def _trial(file: landscapes.Landscapes, number: int, run: landscapes.Run, result
 
 def main(folder: Path) -> None:
     """Writes the report of a host's folder."""
-    kept = [folder / "winners.json.xz", *SHIPPED.glob(f"{folder.name}.json")]
+    kept = [folder / "winners.json.xz", *sorted(SHIPPED.glob(f"{folder.name}*.json"))]
     winners = [entry.winner for path in kept for entry in formats.read(path)]
     trials = list(last_searches(landscapes.read(folder / "landscapes.json.gz")))
     compared = [document for path in sorted(folder.glob("*/compare*.json.xz")) for document in taxes.read(path)]
