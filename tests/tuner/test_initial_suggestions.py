@@ -1,8 +1,8 @@
-"""The first configs of a problem are compiled while the finalists of the previous problem are measured."""
+"""The first configs of a problem are compiled while the finalists of the previous problem are measured, or while ranks start."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db import Store
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
-from autotax.software import environment
+from autotax.software import Environment, environment
 from autotax.tuner import Settings, Silence, compile_ahead
 from tests.tuner.shared import DECODE, GEMM, H200, run
 from tests.tuner.synthetic import SyntheticRunner
@@ -37,6 +37,11 @@ class Machine(SyntheticRunner):
         self.jobs: list[tuple[Problem, int]] = []
         self.ahead: list[tuple[Problem, list[Config]]] = []
         """Configs announced in calls of `expect` that request no config, by problem."""
+
+    def start(self, meanwhile: Callable[[], None]) -> Environment:
+        if not self.jobs:
+            meanwhile()
+        return self.environment
 
     def measure(
         self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
@@ -87,9 +92,12 @@ def tuned(store: Store, *problems: Problem) -> list[str]:
     return [verdict.problem.key for verdict in verdicts if verdict.winner]
 
 
-def test_compilers_begin_with_the_next_problem_while_finalists_are_measured(machine: Machine, store: Store) -> None:
+def test_compilers_begin_while_ranks_start_and_with_the_next_problem_while_finalists_are_measured(
+    machine: Machine, store: Store
+) -> None:
     assert tuned(store, GEMM, LATER) == [GEMM.key, LATER.key]
-    assert [problem for problem, _ in machine.ahead] == [LATER], "once, and for the last one nothing is left to do"
+    assert [problem for problem, _ in machine.ahead] == [GEMM, LATER], "once, and for the last one nothing is left to do"
+    assert machine.jobs[0] == (GEMM, 0)
     at = machine.jobs.index((LATER, 0))
     assert machine.jobs[at - 1][0] == GEMM and machine.jobs[at - 1][1] > 2, "the finalists"
     assert all(problem == GEMM for problem, _ in machine.jobs[:at])

@@ -211,7 +211,7 @@ def test_what_the_prior_says_is_slow_is_left_out(skips: bool) -> None:
 
 
 def test_the_model_searches_where_a_prior_was_learnt(store: Store) -> None:
-    for problem, hardware, sampler in ((GEMM, H200, "gp"), (GEMM, CPU, "tpe"), (SCATTER, H200, "tpe")):
+    for problem, hardware, sampler in ((GEMM, H200, "gp"), (GEMM, CPU, "tpe"), (SCATTER, H200, "gp"), (SCATTER, CPU, "tpe")):
         assert usual_sampler(problem, hardware) == sampler
     run(store, SyntheticRunner(gemm_landscape), trials=2, sampler=None, soak=0)
     assert store.runs()[-1].settings["sampler"] == "gp"
