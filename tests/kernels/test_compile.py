@@ -511,6 +511,15 @@ def test_warps_with_roles_take_no_more_shared_memory_than_is_counted(compilers: 
     assert kernel.shared <= shared_bytes(64, 80, 8, boxes=1)
 
 
+def test_the_widest_tile_of_codes_has_room_for_four_stages_and_two_boxes(compilers: Compilers) -> None:
+    problem, hardware = AllGatherGemm(2048, 28672, 8192, "e4m3", "m", 2, scales="row"), known_hardware("cuda:90")
+    widest = {"block_m": 128, "block_n": 256, "num_stages": 4, "strip": 256, "boxes": 2, "k_groups": 32}
+    config = Config.of("scaled_specialized", space_for(problem, hardware).default("scaled_specialized").values | widest)
+    assert config in space_for(problem, hardware)
+    (kernel,) = compilers.submit(_compile, "cuda:90", problem, config).result()
+    assert kernel.shared <= shared_bytes(128, 256, 4, boxes=2, staged=64) <= hardware.shared_memory
+
+
 def test_few_rows_take_no_more_shared_memory_than_is_counted(compilers: Compilers) -> None:
     problem = AllGatherGemm(16, 7168, 8192, "bf16", "m", 4)
     config = Config.of("push_words", block_m=16, block_n=64, block_k=64, num_stages=20, k_groups=8)
