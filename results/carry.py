@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python results/carry.py OLD_CHECKOUT WINNERS.json NEW.json OP [VARIANT.PARAMETER=VALUE ...]
 
-Winners of an operator whose kernel sources were those of the old checkout get the digest of this one's sources and the new
-parameters, if with them all that a call enqueues is the same in both: every launch (kernel, cubin, grid, scalars, shapes of
-tensors), copy, product and change of stream, in the same order. What differs is named and left as it is, stale.
+A winner of the operator is carried if its kernel sources were those of the old checkout, and if a call enqueues the same in both
+checkouts: every launch (kernel, cubin, grid, scalars, shapes of tensors), copy, product and change of stream, in the same order.
+It gets the digest of this checkout's sources and the new parameters. Other winners stay stale, and are named.
 
 Compiles with the Triton of this Python, which should be that of the winners. Needs no GPU.
 """

@@ -12,12 +12,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.roles import BLOCK_K, X_ROWS, reinterpret
 
 CODES = gl.constexpr(2 * BLOCK_K)
 """Codes of a strip, which share a scale with scales `block`."""
-MOST_TOGETHER = gl.constexpr(192)
-"""Most rows of Y whose parts are multiplied together. Sums and products of more would not fit in registers."""
+MOST_TOGETHER = gl.constexpr(tiling.MOST_TOGETHER)
 
 OVERLAPPING = {"launch_pdl": True}
 """The option of a launch that may begin while the kernel before it ends. Such a kernel begins with `await_launch`."""

@@ -167,6 +167,10 @@ GROUP_ROWS = 64
 """Rows of X that one Hopper WGMMA instruction multiplies."""
 PART_ROWS = 128
 """Most rows of Y in one product; 256 rows would need more registers than three warp groups have."""
+MOST_TOGETHER = 192
+"""Most rows of Y whose parts are multiplied together in a kernel for e4m3, where groups keep the sums of a strip of K beside those
+of all strips. More would not fit in registers, so parts of a wider Y take turns.
+"""
 K_ALIGNMENT = 128
 """K groups are aligned to this many columns: a multiple of every block_k, in all variants."""
 MOST_RANKS = 8

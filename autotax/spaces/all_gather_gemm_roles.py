@@ -33,7 +33,7 @@ LEAST_CHUNK = 256
 """Fewest rows per signal where several waves of tiles wait."""
 MOST_K_GROUPS = 32
 """Most K groups: each polled flag takes one lane of a warp."""
-SCALED_WIDEST = 256
+SCALED_WIDEST = 2 * tiling.PART_ROWS
 """Columns of the only tile of e4m3 whose parts are multiplied one after the other."""
 COLUMNS_OF_A_GROUP = 512
 """Fewest columns of K per signal: a signal costs a sending processor about 3 us, while others go on sending."""
@@ -80,7 +80,7 @@ def scaled_specialized(problem: AllGatherGemm, hardware: Hardware) -> VariantSpa
     columns = scaled.BLOCKS_OF_ONE_SCALE if problem.scales == "block" else BLOCKS_N
 
     def suits(block_m: int, block_n: int) -> bool:
-        whole = block_n <= scaled.TOGETHER or block_n == SCALED_WIDEST
+        whole = block_n <= tiling.MOST_TOGETHER or block_n == SCALED_WIDEST
         return block_n in tiling.BLOCKS_BESIDE_A.get(block_m, ()) and whole and block_n in columns
 
     space = _specialized("scaled_specialized", as_words(problem), hardware, suits, BY_WORDS[1:], codes_fit)

@@ -137,7 +137,7 @@ class Ranks:
 
     started: list[int] = field(default_factory=list)
     start_s: float = 0
-    """What the start takes."""
+    """Seconds that a start takes."""
     closed: int = 0
     expected: list[Problem] = field(default_factory=list)
     ahead: list[Problem] = field(default_factory=list)

@@ -336,7 +336,7 @@ class PushSpecialized(Kernel[AllGatherGemm]):
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world, rows, cols = problem.world_size, problem.shard_rows, problem.shard_cols
-        self.views = Views(config, problem.dtype)
+        self.views = Views(config, problem.dtype, self.staged(config))
         self.box_sent = [GROUP_ROWS, tiling.BLOCK_K]
         self.chunks = ceil_div(rows, config["chunk_rows"])
         self.flags = context.flags(world * self.chunks * config["k_groups"])
@@ -354,6 +354,10 @@ class PushSpecialized(Kernel[AllGatherGemm]):
             "GROUP_M": config["group_m"], "ACROSS": rows % config["block_m"] != 0, **self.views.constants,
             "maxnreg": MOST_REGISTERS[self.views.groups],
         }  # fmt: skip
+
+    def staged(self, config: Config) -> int:  # noqa: ARG002
+        """Most columns of C that a group of warps stages at a time."""
+        return tiling.PART_ROWS
 
     def landing(self, inbox: Tensor, rows: int) -> dict[str, Any]:
         """The attributes that depend on `rows` rows per rank: the inbox [2 * world size * rows, cols] and its views."""

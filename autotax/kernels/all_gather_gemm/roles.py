@@ -36,17 +36,17 @@ MOST_PARTS = 3
 
 class Views:
     """Arguments of a kernel for a tile: its sides as constants, and TMA boxes of a block of A, of the parts of a block of B, and
-    of the parts of C [shards, rows, columns]. See `tiling.sides`.
+    of the parts of C [shards, rows, columns], of at most `staged` columns. See `tiling.sides`.
     """
 
-    def __init__(self, config: Config, dtype: str) -> None:
+    def __init__(self, config: Config, dtype: str, staged: int = tiling.PART_ROWS) -> None:
         self.dtype = dtype
         x_is_b = x_is_a_block_of_b(config["block_m"], config["block_n"])
         x, y = sides(config["block_m"], config["block_n"])
         parts = parts_of(y)
         box_x, boxes_y = [GROUP_ROWS, tiling.BLOCK_K], [[part, tiling.BLOCK_K] for part in parts]
         self.box_a, self.boxes_b = (boxes_y[0], [box_x]) if x_is_b else (box_x, boxes_y)
-        self.boxes_out = [[1, part, GROUP_ROWS] if x_is_b else [1, GROUP_ROWS, part] for part in parts]
+        self.boxes_out = [[1, part, GROUP_ROWS] if x_is_b else [1, GROUP_ROWS, min(part, staged)] for part in parts]
         self.groups = x // GROUP_ROWS
         self.constants = {
             "X_IS_B": x_is_b, "GROUPS": self.groups,

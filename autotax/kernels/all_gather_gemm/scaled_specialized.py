@@ -86,8 +86,8 @@ def exchange_and_multiply(
 
 
 @gluon.jit
-def store_whole(out, part, staging, row, col, rows, X_IS_B: gl.constexpr, TARGET: gl.constexpr):
-    """Stores a part of a tile, in two halves where the box of C has half its columns."""
+def store_boxes(out, part, staging, row, col, rows, X_IS_B: gl.constexpr, TARGET: gl.constexpr):
+    """Stores a part of a tile: one box of C, or two where a box has half its columns."""
     WIDE: gl.constexpr = out.block_shape[2]
     if X_IS_B or part.shape[1] == WIDE:
         store_part(out, part, staging, row, col, rows, X_IS_B, TARGET)
@@ -136,13 +136,13 @@ def multiply_scaled(
             SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, STRIPS,
         )  # fmt: skip
         one = with_scales(one, of_a, inside, scales_b, col, n, SCALES, X_IS_B)
-        store_whole(out[0], one, staging, row, col, rows, X_IS_B, TARGET)
+        store_boxes(out[0], one, staging, row, col, rows, X_IS_B, TARGET)
         if Y2:
             two = with_scales(two, of_a, inside, scales_b, col + Y1, n, SCALES, X_IS_B)
-            store_whole(out[1], two, staging, row, col + Y1, rows, X_IS_B, TARGET)
+            store_boxes(out[1], two, staging, row, col + Y1, rows, X_IS_B, TARGET)
         if Y3:
             three = with_scales(three, of_a, inside, scales_b, col + Y1 + Y2, n, SCALES, X_IS_B)
-            store_whole(out[2], three, staging, row, col + Y1 + Y2, rows, X_IS_B, TARGET)
+            store_boxes(out[2], three, staging, row, col + Y1 + Y2, rows, X_IS_B, TARGET)
     tma.store_wait(0)
 
 
@@ -259,8 +259,10 @@ class ScaledSpecialized(Codes, PushSpecialized):
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.constants = self.constants | {"STRIPS": config["strip"] // CODES.value}
-        columns = staged_columns(config["block_n"], config["num_stages"])
-        self.views.boxes_out = [[1, high, min(wide, columns)] for _, high, wide in self.views.boxes_out]
+
+    def staged(self, config: Config) -> int:
+        """See PushSpecialized.staged."""
+        return staged_columns(config["block_n"], config["num_stages"])
 
     def run(self, a: Tensor, scales: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
         """See Codes.run."""
