@@ -46,8 +46,7 @@ from autotax.operators import registry
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.all_reduce_norm import AllReduceNorm as Shape
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
-from autotax.operators.scaled import GROUP, SCALES_OF, laid_out, scales_shape
-from autotax.spaces.scaled import FEW_ROWS
+from autotax.operators.scaled import FEW_ROWS, GROUP, SCALES_OF, laid_out, scales_shape
 
 CODES = torch.float8_e4m3fn
 RESULTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}

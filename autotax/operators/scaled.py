@@ -32,6 +32,10 @@ LEAST_ROW_SCALE = 1 / (LARGEST * 512)
 """The smallest scale of quantised rows, as in vLLM."""
 LEAST_BLOCK = 1e-10
 """The smallest largest magnitude of a block that the quantiser assumes, as in vLLM."""
+FEW_ROWS = 64
+"""With at most so many rows Triton's products are faster than the library's: they cut K, and so read B faster. Measured on two
+H200: the library takes 1.3 times as long at 16 rows, and 0.8 times at 128.
+"""
 MULTIPLE = 16
 """n and k are multiples of this many elements: vendors' products require it."""
 SCALES_OF = {"row": "row", "block": "block", "static": "tensor"}

@@ -35,8 +35,8 @@ MOST_PARTS = 3
 
 
 class Views:
-    """Arguments of a kernel for a tile: its sides as constants, and TMA boxes of a block of A, of the parts of a block of B, and
-    of the parts of C [shards, rows, columns], of at most `staged` columns. See `tiling.sides`.
+    """Arguments of a kernel for a tile: its sides as constants, and TMA boxes of a block of A and of the parts of a block of B and
+    of C. A box of C is [shards, rows, columns] with at most `staged` columns. See `tiling.sides`.
     """
 
     def __init__(self, config: Config, dtype: str, staged: int = tiling.PART_ROWS) -> None:
