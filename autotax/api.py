@@ -118,7 +118,7 @@ def tune_jobs(
                     begin = partial(_begin, later, hardware, runner, store) if later else None
                     verdict = tuner.tune(
                         problem, hardware=hardware, runner=runner, store=store, environment=software,
-                        settings=settings, listener=listener, meanwhile=begin, began=began,
+                        settings=settings, listener=listener, overlap=begin, began=began,
                     )  # fmt: skip
                 if verdict.winner:
                     store.forget_miss(problem, hardware, verdict.conditions)

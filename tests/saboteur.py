@@ -27,7 +27,7 @@ from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm
-from autotax.runner import Candidate, Effort, LiveRunner, Meanwhile, Measurement
+from autotax.runner import Candidate, Effort, LiveRunner, Measurement, Overlap
 
 HARMFUL = {
     "kernel_hang": "hang",
@@ -72,7 +72,7 @@ class Saboteur(LiveRunner):
         self.struck = False
 
     def measure(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
     ) -> list[Measurement]:  # fmt: skip
         if self.inside:  # the runner looks for the culprit
             return super().measure(problem, candidates, effort)
@@ -83,7 +83,7 @@ class Saboteur(LiveRunner):
         if fault:
             self.measure_harmful(fault)
         started = time.monotonic()
-        found = self.within(problem, candidates, effort, meanwhile)
+        found = self.within(problem, candidates, effort, overlap)
         self.usual_s = time.monotonic() - started
         return found
 
@@ -95,11 +95,11 @@ class Saboteur(LiveRunner):
         return self.bag.pop()
 
     def within(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None
     ) -> list[Measurement]:
         self.inside = True
         try:
-            return super().measure(problem, candidates, effort, meanwhile)
+            return super().measure(problem, candidates, effort, overlap)
         finally:
             self.inside = False
 

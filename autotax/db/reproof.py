@@ -46,11 +46,11 @@ class Bound:
     """How long proving may take: `seconds` for each problem and some to start, or for all problems together."""
 
     seconds: float
-    each: bool
+    per_problem: bool
 
     def whole(self, problems: int) -> float:
         """Seconds for so many problems."""
-        return START_S + problems * self.seconds if self.each else self.seconds
+        return START_S + problems * self.seconds if self.per_problem else self.seconds
 
 
 def bound_of(prove: bool | float) -> Bound | None:
@@ -67,10 +67,10 @@ def bound_of(prove: bool | float) -> Bound | None:
         seconds = _positive(text) if text else EACH_S
         if seconds is None:
             raise UsageError(f"{VARIABLE} is {text!r}; it must be a number of seconds, or 0 for no proof: set another, or none")
-        return Bound(seconds, each=True)
+        return Bound(seconds, per_problem=True)
     if (seconds := _positive(prove)) is None:
         raise UsageError(f"prove is {prove!r}; it must be True, False or a positive number of seconds: give one of these")
-    return Bound(seconds, each=False)
+    return Bound(seconds, per_problem=False)
 
 
 def _positive(value: object) -> float | None:
@@ -201,7 +201,7 @@ def _refreshed(problems: Sequence[Problem], here: Place, db: str | Path | None, 
         command = [sys.executable, "-m", "autotax", "refresh", "--shapes", str(shapes), "--json", "--backend", hardware.backend]
         command += ["--mode", conditions.mode, "--l2", conditions.l2, "--skew", f"{conditions.skew_us:g}"]
         command += ["--soak", str(GPU_SOAK if hardware.on_gpu else CPU_SOAK)]
-        if bound.each:
+        if bound.per_problem:
             command += ["--each", f"{bound.seconds:f}"]
         for module in loaded():
             command += ["--load", module]

@@ -80,7 +80,7 @@ class Driver:
     poll_s: float = POLL_S
     grace_s: float = GRACE_S
     snapshot: Snapshot = field(default_factory=Snapshot)
-    asked: dict[str, list[FleetJob]] = field(default_factory=dict)
+    jobs: dict[str, list[FleetJob]] = field(default_factory=dict)
     """All problems of each kind, including those tuned already."""
 
     def __post_init__(self) -> None:
@@ -117,11 +117,11 @@ class Driver:
             self._look(slots)
             joining = self._joining(slots)
             # A host may have joined while the problems of another kind were dealt.
-            undealt = any(host.present and host.kind not in self.asked for host in self.snapshot.hosts)
-            if self.asked and not self.snapshot.left and not joining and not undealt:
+            undealt = any(host.present and host.kind not in self.jobs for host in self.snapshot.hosts)
+            if self.jobs and not self.snapshot.left and not joining and not undealt:
                 return ""
             if not self.engine.running and not any(host.present for host in self.snapshot.hosts):
-                return "" if self.asked and not self.snapshot.left else "no host is left: see what each of them told"
+                return "" if self.jobs and not self.snapshot.left else "no host is left: see what each of them told"
             time.sleep(self.poll_s)
 
     def _joining(self, slots: int) -> bool:
@@ -134,7 +134,7 @@ class Driver:
             self._ended.add(notice.slot)
             self._hear(notice.slot, notice.lost, notice.text)
         self._attend(slots)
-        if new := [kind for kind in self.snapshot.kinds if kind not in self.asked]:
+        if new := [kind for kind in self.snapshot.kinds if kind not in self.jobs]:
             for kind in new:
                 self._deal(kind)
             self._attend(slots)  # the dealt problems count as work left
@@ -189,7 +189,7 @@ class Driver:
         due = deal(jobs, winners, hardware, software, earlier)
         by_size = sorted((entry.job for entry in due), key=lambda job: job.problem.nbytes)
         self._queue.deal(self.order.fleet, kind, due, by_size[len(by_size) // 2] if due else None, software)
-        self.asked[kind], self._software[kind] = jobs, software
+        self.jobs[kind], self._software[kind] = jobs, software
         dealt = {"event": "problems dealt", "kind": kind, "hardware": str(hardware), "due": len(due)}
         self._notices.append(dealt | {"tuned_already": len(jobs) - len(due)})
 
@@ -238,7 +238,7 @@ class Driver:
             stored = store.winners(with_samples=False)
         hosts = self._queue.provers([winner.trial_id for winner in stored])
         winners = []
-        for kind, jobs in self.asked.items():
+        for kind, jobs in self.jobs.items():
             software = self._software[kind]
             for job in jobs:
                 mine = [

@@ -40,7 +40,7 @@ class RayEngine:
     host: type[Host] = Host
 
     def __init__(self, options: EngineOptions) -> None:
-        self.asked = options
+        self.options = options
         self._slots: dict[int, _Slot] = {}
         self._group: PlacementGroup | None = None
         self._joined = False
@@ -48,7 +48,7 @@ class RayEngine:
     def start(self, order: Order) -> int:
         """See Engine.start. Waits for the nodes, which an autoscaler may have to start."""
         if not ray.is_initialized():
-            address = self.asked.address or "auto"
+            address = self.options.address or "auto"
             try:
                 _knock(address)
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="autotax")
@@ -61,12 +61,12 @@ class RayEngine:
         bundles = self._bundles()
         self._group = placement_group(bundles, strategy=self.strategy)
         try:
-            ray.get(self._group.ready(), timeout=self.asked.wait_s)
+            ray.get(self._group.ready(), timeout=self.options.wait_s)
         except GetTimeoutError:
             count = len(_nodes())
             raise MachineError(
-                f"{len(bundles)} nodes with {_spelled(bundles[0])} each were not free within {self.asked.wait_s:.0f} s; Ray has "
-                f"{count} nodes: give fewer --hosts, or see `ray status`"
+                f"{len(bundles)} nodes with {_spelled(bundles[0])} each were not free within {self.options.wait_s:.0f} s; Ray "
+                f"has {count} nodes: give fewer --hosts, or see `ray status`"
             ) from None
         names = Counter(node["NodeManagerHostname"] for node in _nodes())
         several = max(names.values(), default=1) > 1
@@ -122,13 +122,13 @@ class RayEngine:
         """The resources of each worker, the largest first: all GPUs of its node, or one CPU for nodes without GPUs."""
         nodes = _nodes()
         gpus = sorted((node["Resources"].get("GPU", 0.0) for node in nodes), reverse=True)
-        if self.asked.backend not in (None, "cpu") and not any(gpus):
+        if self.options.backend not in (None, "cpu") and not any(gpus):
             raise UsageError("Ray has no node with a GPU: see `ray status`, or give --backend cpu")
-        if self.asked.backend == "cpu" or not any(gpus):
+        if self.options.backend == "cpu" or not any(gpus):
             bundles = [{"CPU": 1.0} for node in nodes if node["Resources"].get("CPU", 0.0) >= 1]
         else:
             bundles = [{"GPU": count} for count in gpus if count]
-        hosts = self.asked.hosts or len(bundles)
+        hosts = self.options.hosts or len(bundles)
         if not bundles:
             raise UsageError("Ray has no node with a GPU or a CPU to give: see `ray status`, or give --backend cpu")
         return (bundles + [bundles[0]] * hosts)[:hosts]

@@ -50,22 +50,23 @@ class SlurmEngine:
             raise UsageError(f"--on slurm:{options.address} is unknown; allowed are slurm and slurm:local: give one of these")
         if options.hosts is None:
             raise UsageError("no number of hosts given, which Slurm needs: give --hosts")
-        self.asked = options
+        self.options = options
         self._slots: dict[int, _Slot] = {}
         self._executor: Any = None
 
     def start(self, order: Order) -> int:
         """See Engine.start. Slurm starts the tasks when it has nodes; none is waited for."""
-        assert self.asked.hosts is not None
+        assert self.options.hosts is not None
         try:
-            self._executor = submitit.AutoExecutor(folder=self.asked.logs / "%j", cluster=self.asked.address or "slurm")
+            self._executor = submitit.AutoExecutor(folder=self.options.logs / "%j", cluster=self.options.address or "slurm")
         except (RuntimeError, OSError, ValueError) as error:
             raise UsageError(f"no Slurm answers here ({error}): run the command on a node that has `sbatch`") from None
         self._executor.update_parameters(name=NAME, nodes=1, tasks_per_node=1, timeout_min=LOCAL_MINUTES)
-        if not self.asked.address:
-            more = USUAL | dict(self.asked.parameters)
-            self._executor.update_parameters(slurm_additional_parameters=more, slurm_array_parallelism=self.asked.hosts)
-        orders = [replace(order, slot=slot, suffix=f"#{slot}" if self.asked.address else "") for slot in range(self.asked.hosts)]
+        if not self.options.address:
+            more = USUAL | dict(self.options.parameters)
+            self._executor.update_parameters(slurm_additional_parameters=more, slurm_array_parallelism=self.options.hosts)
+        slots = range(self.options.hosts)
+        orders = [replace(order, slot=slot, suffix=f"#{slot}" if self.options.address else "") for slot in slots]
         try:
             with self._executor.batch():
                 jobs = [self._executor.submit(Task(), own) for own in orders]

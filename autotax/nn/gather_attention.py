@@ -403,8 +403,8 @@ def _backward(
     nothing, aten = lse.new_zeros(2, dtype=torch.int64), torch.ops.aten
     sizes = None, None, q.shape[1], k.shape[1], 0.0, part.causal
     if library == "flash" and part.left is not None:
-        given = d_o, q, k, v, o, lse, *sizes, nothing, nothing[0]
-        gradients = aten._flash_attention_backward(*given, **bounds(part.causal, part.left))
+        operands = d_o, q, k, v, o, lse, *sizes, nothing, nothing[0]
+        gradients = aten._flash_attention_backward(*operands, **bounds(part.causal, part.left))
     else:
         d_o, q, k, v, o = (tensor.transpose(1, 2) for tensor in (d_o, q, k, v, o))
         if library == "cudnn":

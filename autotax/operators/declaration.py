@@ -60,7 +60,7 @@ class Step:
     """A rung of the ladder: the name and the description of the tax that it removes compared with the rung before."""
 
     tax: str
-    told: str
+    description: str
 
 
 @dataclass(frozen=True)

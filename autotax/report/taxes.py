@@ -164,7 +164,7 @@ def _by_steps(whole: float, rows: dict[str, float], operator: Operator[Any], bou
         if alternatives:
             here.append(before)
         if here:
-            steps.append(Tax(step.tax, before - min(here), step.told))
+            steps.append(Tax(step.tax, before - min(here), step.description))
             before = min(here)
     if not bounds:
         return [Tax("left", before, "the fastest variant"), *reversed(steps)]

@@ -24,8 +24,8 @@ from autotax.runner.measurement import (
     Fatal,
     Hello,
     Job,
-    Meanwhile,
     Measurement,
+    Overlap,
     Raised,
     RankSetup,
     Report,
@@ -109,8 +109,8 @@ class RankPool:
         """Whether all ranks are alive; one may have died while it had nothing to do, which is no candidate's fault."""
         return bool(self.ranks) and all(rank.child.process.poll() is None for rank in self.ranks)
 
-    def start(self, until: float = math.inf, meanwhile: Callable[[], None] | None = None) -> Environment:
-        """Starts the ranks, calls `meanwhile` and waits until all are ready; returns the software that they all run.
+    def start(self, until: float = math.inf, overlap: Callable[[], None] | None = None) -> Environment:
+        """Starts the ranks, calls `overlap` and waits until all are ready; returns the software that they all run.
 
         Raises GroupLost if they do not come up, MachineError if they cannot meet, UsageError if they do not all run the same code
         and packages, TimeIsUp at the monotonic time `until`.
@@ -128,7 +128,7 @@ class RankPool:
             setup = member.rank, self.world_size, self.hardware.backend, self._meeting.address, self.heap_bytes, self.modules
             with suppress(BrokenPipeError):  # the process died at once; the code that waits for it notices
                 member.pipe.send(RankSetup(*setup))
-        hellos = self._collect(START_DEADLINE_S, START_DEADLINE_S, until, meanwhile)
+        hellos = self._collect(START_DEADLINE_S, START_DEADLINE_S, until, overlap)
         environments = [hello.environment for hello in hellos if isinstance(hello, Hello)]
         for rank, other in enumerate(environments):
             if other != environments[0]:
@@ -144,21 +144,21 @@ class RankPool:
         return environments[0]
 
     def run(
-        self, job: Job, silence_s: float, total_s: float, meanwhile: Callable[[], None] | None = None, until: float = math.inf
+        self, job: Job, silence_s: float, total_s: float, overlap: Callable[[], None] | None = None, until: float = math.inf
     ) -> list[Report]:
-        """Runs a job on all ranks, and `meanwhile` in this process. Returns the report of every rank.
+        """Runs a job on all ranks, and `overlap` in this process. Returns the report of every rank.
 
         Kills the group and raises GroupLost when a rank ends, when its peers wait for a rank that raised, when all ranks are
         silent for `silence_s`, or after `total_s`. Kills it and raises TimeIsUp at the monotonic time `until`. Raises
-        MachineError when a rank met a full disk. An error of `meanwhile` kills the group, then reaches the caller.
+        MachineError when a rank met a full disk. An error of `overlap` kills the group, then reaches the caller.
         """
         def send_then() -> None:
             for rank in self.ranks:
                 rank.answer, rank.stage = None, "receiving the job"
                 with suppress(BrokenPipeError):  # that rank is dead, which is noticed below
                     rank.child.send(job)
-            if meanwhile:
-                meanwhile()
+            if overlap:
+                overlap()
 
         return self._collect(silence_s, total_s, until, send_then)
 
@@ -308,23 +308,23 @@ class LiveRunner:
         """The software of the ranks; starts them if they are not running."""
         return self.start()
 
-    def start(self, meanwhile: Callable[[], None] | None = None) -> Environment:
-        """Starts the ranks if they are not running, and calls `meanwhile` in this process before they are ready. Returns their
+    def start(self, overlap: Callable[[], None] | None = None) -> Environment:
+        """Starts the ranks if they are not running, and calls `overlap` in this process before they are ready. Returns their
         software.
         """
-        self._ensure_running(meanwhile=meanwhile)
+        self._ensure_running(overlap=overlap)
         assert self._environment is not None
         return self._environment
 
     def measure(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None
     ) -> list[Measurement]:
         """See Runner.measure. When the group is lost in a job of several candidates, each is run alone to find the culprits. The
         others are measured together again. Raises TimeIsUp after `effort.within_s`, and MachineError when a disk is full.
         """
         until = math.inf if effort.within_s is None else time.monotonic() + effort.within_s
         try:
-            return self._measure(problem, candidates, replace(effort, within_s=None), meanwhile, until)
+            return self._measure(problem, candidates, replace(effort, within_s=None), overlap, until)
         except OSError as error:  # raised in this process, which starts ranks and compilers
             if why := full_disk(error):
                 self.close()
@@ -332,7 +332,7 @@ class LiveRunner:
             raise
 
     def _measure(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None, until: float
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None, until: float
     ) -> list[Measurement]:
         if not candidates:
             return []
@@ -345,7 +345,7 @@ class LiveRunner:
                     raise disk_is_full("where kernels are compiled", str(ahead.error))
                 if ahead.lost:
                     others = [other for other in candidates if other != candidate]
-                    measured = {result.candidate: result for result in self._measure(problem, others, effort, meanwhile, until)}
+                    measured = {result.candidate: result for result in self._measure(problem, others, effort, overlap, until)}
                     lost = Measurement(candidate, "compile_error", ahead.error, conditions=self._conditions(candidate))
                     return [measured.get(one, lost) for one in candidates]
         self._ensure_running(until)
@@ -355,7 +355,7 @@ class LiveRunner:
         try:
             # A soak that goes on is no hang, however slow it is.
             total_s = silence_s * ((1 + effort.soak) * len(candidates) + REFERENCES)
-            reports = self.pool.run(job, silence_s, total_s, meanwhile, until)
+            reports = self.pool.run(job, silence_s, total_s, overlap, until)
         except GroupLost as loss:
             self.restarts += 1
             if len(candidates) == 1:
@@ -405,16 +405,16 @@ class LiveRunner:
             self.compilers.close()
         self.pool.close()
 
-    def _ensure_running(self, until: float = math.inf, meanwhile: Callable[[], None] | None = None) -> None:
+    def _ensure_running(self, until: float = math.inf, overlap: Callable[[], None] | None = None) -> None:
         if not self.pool.running:
-            self._environment = self._start(until, meanwhile)
+            self._environment = self._start(until, overlap)
             self._news = self._neighbours()
 
-    def _start(self, until: float, meanwhile: Callable[[], None] | None) -> Environment:
+    def _start(self, until: float, overlap: Callable[[], None] | None) -> Environment:
         """Starts the ranks, in several attempts: lost ranks may hold their devices a moment longer."""
         for attempt in range(1, STARTS + 1):
             try:
-                return self.pool.start(until, meanwhile if attempt == 1 else None)
+                return self.pool.start(until, overlap if attempt == 1 else None)
             except GroupLost as loss:
                 last = loss
                 self.restarts += 1

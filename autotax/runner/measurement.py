@@ -170,7 +170,7 @@ class Measurement:
         return medians.index(max(medians)) if medians else None
 
 
-Meanwhile = Callable[[], None]
+Overlap = Callable[[], None]
 """Work of the caller while the ranks measure. The runner may call it late, after the ranks have finished, or never."""
 
 
@@ -178,7 +178,7 @@ class Runner(Protocol):
     """Measures candidates. A live runner has ranks and devices, a replayed one has their records."""
 
     def measure(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None
     ) -> list[Measurement]:
         """One measurement for each candidate, in order; with several, their samples are interleaved.
 

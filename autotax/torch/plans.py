@@ -148,7 +148,7 @@ class Plan:
     """The implementation of one kind of call: a kernel, or torch where `kernel` is None."""
 
     count: CallStatus
-    asked: Any = None
+    operator: Any = None
     kernel: Any = None
     missed: Callable[[], object] | None = None
     """Records a miss when a call finds no winner."""
@@ -156,7 +156,7 @@ class Plan:
 
     def run(self, device: torch.device, *operands: Any) -> Any:
         with on_device(device.index), self.calls:
-            return self.asked.run(self.kernel, *operands)
+            return self.operator.run(self.kernel, *operands)
 
     def counted(self) -> bool:
         """Counts a call; returns whether a kernel runs it."""

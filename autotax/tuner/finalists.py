@@ -302,7 +302,7 @@ def decide(space: Space, measured: Sequence[Measurement]) -> Decision | None:
     return Decision(winner, baseline, tuple(standings), tie=False)
 
 
-def told(decision: Decision) -> str:
+def summary(decision: Decision) -> str:
     """The decision in one line: `push(...) is 1.31x faster than BSP (1.28 to 1.33)`, or that BSP wins."""
     winner, (low, high) = decision.winner, decision.winner.interval
     if winner.measurement.config.variant == "bsp":

@@ -100,7 +100,7 @@ class Verdict:
     notices: tuple[str, ...] = ()
     """Notices of the run, one line each, without repetitions."""
     accounts: Mapping[str, float] = field(default_factory=dict)
-    """Where the time went; see Accounts.told."""
+    """Where the time went; see Accounts.breakdown."""
     failed: tuple[FailedVariant, ...] = ()
     """The variants of which no trial was right."""
     late: bool = False
@@ -180,18 +180,18 @@ class Accounts:
     def seconds(self) -> float:
         return time.monotonic() - self.started
 
-    def note(self, measurements: Sequence[Measurement], seconds: float, meanwhile_s: float = 0.0) -> None:
-        """Records a job's wall time without the tuner's work that outlasted the ranks. `meanwhile_s` is the time of the tuner's
+    def note(self, measurements: Sequence[Measurement], seconds: float, overlap_s: float = 0.0) -> None:
+        """Records a job's wall time without the tuner's work that outlasted the ranks. `overlap_s` is the time of the tuner's
         work during the job, which is long when the database is locked.
         """
-        self.measuring_s += seconds - max(0.0, meanwhile_s - sum(m.ranks_s for m in measurements))
+        self.measuring_s += seconds - max(0.0, overlap_s - sum(m.ranks_s for m in measurements))
         self.device_s += sum(m.device_s for m in measurements)
         self.compile_s += sum(m.compile_s for m in measurements)
 
     def search_ended(self) -> None:
         self.search_s = self.seconds
 
-    def told(self) -> dict[str, float]:
+    def breakdown(self) -> dict[str, float]:
         """The accounts as stored and shown. `seconds`, `idle_share` (of the devices) and the four parts cover the whole run with
         its finalists. `trials` and `trials_per_minute` cover the search alone, which took `search_s`.
         """

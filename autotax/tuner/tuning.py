@@ -15,7 +15,7 @@ from autotax.core.settings import Settings
 from autotax.db import Store
 from autotax.hardware import Hardware
 from autotax.operators import registry
-from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Runner, TimeIsUp
+from autotax.runner.measurement import Candidate, Effort, Measurement, Overlap, Runner, TimeIsUp
 from autotax.software import Environment
 from autotax.spaces import Space, space_for
 from autotax.tuner.finalists import (
@@ -26,7 +26,7 @@ from autotax.tuner.finalists import (
     Paces,
     choose_finalists,
     run_finalists,
-    told,
+    summary,
 )
 from autotax.tuner.progress import Accounts, FailedVariant, Listener, Progress, Silence, Verdict
 from autotax.tuner.run_recorder import Flight, Ledger, Study, study_name
@@ -48,10 +48,10 @@ def tune(
     settings: Settings,
     listener: Listener | None = None,
     space: Space | None = None,
-    meanwhile: Meanwhile | None = None,
+    overlap: Overlap | None = None,
     began: float | None = None,
 ) -> Verdict:
-    """Searches, proves and stores the fastest config of `problem` on `hardware`. `meanwhile` is called once, during the
+    """Searches, proves and stores the fastest config of `problem` on `hardware`. `overlap` is called once, during the
     measurement of the finalists. The time limit counts from the monotonic time `began`, by default from now.
 
     Ctrl-C ends the run early. All finished trials are stored, and the next run goes on from there. Raises UsageError for settings
@@ -62,16 +62,16 @@ def tune(
     accounts = Accounts()
     ledger = Ledger(store, problem, hardware, environment, settings, listener or Silence())
     limit = TimeLimit(settings.timeout_s, accounts.started if began is None else began)
-    run = _Run(problem, hardware, runner, ledger, settings, space, accounts, meanwhile, limit, settings.soak or 0)
+    run = _Run(problem, hardware, runner, ledger, settings, space, accounts, overlap, limit, settings.soak or 0)
     decision, interrupted = None, False
     try:
         decision = run.execute()
-        ledger.end("done" if decision else "interrupted" if run.late else "failed", accounts.told())
+        ledger.end("done" if decision else "interrupted" if run.late else "failed", accounts.breakdown())
     except KeyboardInterrupt:
         interrupted = True
-        ledger.abandon("interrupted", accounts.told())
+        ledger.abandon("interrupted", accounts.breakdown())
     except BaseException:
-        ledger.abandon("failed", accounts.told())
+        ledger.abandon("failed", accounts.breakdown())
         raise
     ended = {"interrupted": interrupted, "late": run.late, "soak": run.soak, "failed": run.failed()}
     return _verdict(ledger, decision, run.measured, accounts, **ended)
@@ -94,7 +94,7 @@ def _verdict(
         seconds=accounts.seconds,
         conditions=ledger.conditions,
         notices=tuple(ledger.notices),
-        accounts=accounts.told(),
+        accounts=accounts.breakdown(),
         **ended,
     )
 
@@ -115,7 +115,7 @@ class _Run:
     settings: Settings
     space: Space
     accounts: Accounts
-    meanwhile: Meanwhile | None
+    overlap: Overlap | None
     limit: TimeLimit
     soak: int
     cut: bool = False
@@ -236,12 +236,12 @@ class _Run:
         self.study.save()
         self.accounts.gain = self.search.gain
 
-    def _try(self, config: Config, best: Measurement | None, meanwhile: Meanwhile) -> Measurement:
+    def _try(self, config: Config, best: Measurement | None, overlap: Overlap) -> Measurement:
         """Measures one config of the search, and measures it again if the figure is suspiciously fast."""
         limit = None
         if self.hardware.on_gpu and config.variant != "bsp" and best and best.latency_us:
             limit = HOPELESS * best.latency_us
-        measurement = self._measure_beside(best, config, self._effort(limit), meanwhile)
+        measurement = self._measure_beside(best, config, self._effort(limit), overlap)
         if not doubtful(measurement, self.measured):
             return measurement
         again = self._measure_beside(best, config, self._effort(limit))
@@ -255,29 +255,29 @@ class _Run:
         return Effort(give_up_us=give_up_us, within_s=None if self.settings.timeout_s is None else self.limit.left)
 
     def _measure_beside(
-        self, best: Measurement | None, config: Config, effort: Effort, meanwhile: Meanwhile | None = None
+        self, best: Measurement | None, config: Config, effort: Effort, overlap: Overlap | None = None
     ) -> Measurement:
         """Measures one config, in one job with the incumbent if trials are paired."""
         candidate = Candidate(config, self.ledger.conditions.searched)
         if not (self.settings.paired and best):
-            return self._measure([candidate], effort, meanwhile)[0]
-        again, measured = self._measure([best.candidate, candidate], effort, meanwhile)
+            return self._measure([candidate], effort, overlap)[0]
+        again, measured = self._measure([best.candidate, candidate], effort, overlap)
         return beside(best, again, measured)
 
-    def _measure(self, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None) -> list[Measurement]:
+    def _measure(self, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None) -> list[Measurement]:
         """Runs one job of the runner, and records its time and its notices."""
-        meanwhile_s = 0.0
+        overlap_s = 0.0
 
         def timed() -> None:
-            nonlocal meanwhile_s
+            nonlocal overlap_s
             began = time.monotonic()
-            if meanwhile:
-                meanwhile()
-            meanwhile_s += time.monotonic() - began
+            if overlap:
+                overlap()
+            overlap_s += time.monotonic() - began
 
         started = time.monotonic()
         measured = self.runner.measure(self.problem, candidates, effort, timed)
-        self.accounts.note(measured, time.monotonic() - started, meanwhile_s)
+        self.accounts.note(measured, time.monotonic() - started, overlap_s)
         for measurement in measured:
             for notice in measurement.notices:
                 self.ledger.notice(notice)
@@ -335,8 +335,8 @@ class _Run:
 
         def measure(together: Sequence[Candidate], effort: Effort) -> list[Measurement]:
             self.flight.begin([candidate.config for candidate in together])
-            meanwhile, self.meanwhile = self.meanwhile, None
-            measured = self._measure(together, replace(effort, within_s=self.limit.last), meanwhile)
+            overlap, self.overlap = self.overlap, None
+            measured = self._measure(together, replace(effort, within_s=self.limit.last), overlap)
             for wrong in (m for m in measured if m.status == "wrong_result"):  # stored at once, even if the round fails
                 ids.update(self.ledger.add_finalists(len(self.measured), [wrong]))
                 self.ledger.withdraw(wrong)
@@ -347,7 +347,7 @@ class _Run:
         ids |= self.ledger.add_finalists(len(self.measured), [m for m in measured if m.candidate not in ids])
         if decision:
             self.ledger.crown(decision, measured, ids)
-            self.study.describe({"verdict": told(decision)})
+            self.study.describe({"verdict": summary(decision)})
             if not self.soak:
                 self.ledger.notice("the winner is not soaked: a race that shows once in a thousand calls may have gone unseen")
         return decision
@@ -482,15 +482,15 @@ def prove(
         ids = ledger.add_finalists(0, measured)
         if decision:
             ledger.crown(decision, measured, ids)
-        ledger.end("done" if decision else "failed", accounts.told())
+        ledger.end("done" if decision else "failed", accounts.breakdown())
     except TimeIsUp as stage:
         late = True
         ledger.notice(f"{limit} came in the finals ({stage}), so nothing is decided")
-        ledger.end("failed", accounts.told())
+        ledger.end("failed", accounts.breakdown())
     except KeyboardInterrupt:
         interrupted = True
-        ledger.abandon("interrupted", accounts.told())
+        ledger.abandon("interrupted", accounts.breakdown())
     except BaseException:
-        ledger.abandon("failed", accounts.told())
+        ledger.abandon("failed", accounts.breakdown())
         raise
     return _verdict(ledger, decision, measured, accounts, interrupted=interrupted, late=late, soak=settings.soak)

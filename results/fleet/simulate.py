@@ -44,7 +44,7 @@ from autotax.fleet.messages import Ended, FleetJob, HostHello, Order, Probe, Pro
 from autotax.fleet.worker import Worker  # noqa: E402
 from autotax.hardware import Hardware  # noqa: E402
 from autotax.operators import problem_from_dict  # noqa: E402
-from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement  # noqa: E402
+from autotax.runner.measurement import Candidate, Effort, Measurement, Overlap  # noqa: E402
 from autotax.software import environment  # noqa: E402
 from autotax.tuner import Progress, Settings, tune  # noqa: E402
 from results.search.replay_runner import ReplayRunner  # noqa: E402
@@ -103,12 +103,12 @@ class Recorded:
         self._replay = ReplayRunner.of(trial for _, _, trials in records().values() for trial in trials)
 
     def measure(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None
     ) -> list[Measurement]:
         original, seconds = by_key()[problem.key]
         time.sleep(seconds * SCALE / (TRIALS + 1))
-        if meanwhile:
-            meanwhile()
+        if overlap:
+            overlap()
         stand_ins = [Candidate(self._nearest(original, each.config), each.conditions) for each in candidates]
         found = self._replay.measure(original, stand_ins, effort)
         return [replace(each, candidate=candidate) for each, candidate in zip(found, candidates, strict=True)]

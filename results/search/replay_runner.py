@@ -8,7 +8,7 @@ from dataclasses import replace
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db.records import TrialRecord
-from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement
+from autotax.runner.measurement import Candidate, Effort, Measurement, Overlap
 from autotax.tuner.run_recorder import measurement_of
 
 
@@ -30,7 +30,7 @@ class ReplayRunner:
         problem: Problem,
         candidates: Sequence[Candidate],
         effort: Effort,
-        meanwhile: Meanwhile | None = None,  # noqa: ARG002
+        overlap: Overlap | None = None,  # noqa: ARG002
     ) -> list[Measurement]:
         """See Runner.measure. All candidates get the same number of samples, the least that one of them has, because only samples
         of the same round are paired.

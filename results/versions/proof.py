@@ -4,7 +4,7 @@
     cd COPY && PYTHONPATH=. torchrun --nproc-per-node 2 .../results/versions/proof.py DATABASE WINNERS.json N K [SIZES [GIB]]
 
 The first SIZES (4) back-to-back winners of a layer with a weight [N, K] are copied from the file to the database, as of Triton
-3.0.0. Thresholds of the layer are read twice: only the first time anything is proven. Meanwhile each rank holds GIB of memory.
+3.0.0. Thresholds of the layer are read twice: only the first time anything is proven. Overlap each rank holds GIB of memory.
 """
 
 from __future__ import annotations

@@ -152,11 +152,11 @@ class Ranks:
     def environment(self) -> Environment:
         return self.start()
 
-    def start(self, meanwhile: Callable[[], None] | None = None) -> Environment:
+    def start(self, overlap: Callable[[], None] | None = None) -> Environment:
         if self.world_size not in self.started:
             self.started.append(self.world_size)
-            if meanwhile:
-                meanwhile()
+            if overlap:
+                overlap()
                 self.ahead = list(self.expected)
             time.sleep(self.start_s)
         return environment("cpu")
@@ -197,7 +197,7 @@ class Tuner:
         environment: Environment,
         settings: Settings,
         listener: Any,
-        meanwhile: Any = None,
+        overlap: Any = None,
         began: float | None = None,
     ) -> Verdict:
         assert runner.hardware == hardware

@@ -75,4 +75,4 @@ def test_sglang_and_torchtitan_prove_what_torchs_operators_meet(monkeypatch: pyt
     finally:
         autotax.torch.uninstall()
         sys.modules.pop("autotax.engines.torchtitan")
-    assert used[-1] == plans.Deployment() and reproof.bound_of(True) == reproof.Bound(reproof.EACH_S, each=True)
+    assert used[-1] == plans.Deployment() and reproof.bound_of(True) == reproof.Bound(reproof.EACH_S, per_problem=True)

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.fleet.tuner_process import serve
-from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.runner import Candidate, Effort, Measurement, Overlap
 from autotax.runner.processes import die_with_parent
 from autotax.software import Environment, environment
 from tests.fleet.tuner_process import two_kinds
@@ -25,10 +25,10 @@ class SlowRunner(SyntheticRunner):
         return environment("cpu")
 
     def measure(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None
     ) -> list[Measurement]:
         time.sleep(TRIAL_S)
-        return super().measure(problem, candidates, effort, meanwhile)
+        return super().measure(problem, candidates, effort, overlap)
 
 
 def landscape(config: Config) -> float:

@@ -145,7 +145,7 @@ def test_what_is_no_time_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.
             lookup(PROBLEM, db=tmp_path / "none.db", prove=wrong)  # type: ignore[arg-type]
     for text, bound in (("", 10.0), ("2.5", 2.5), ("0", None), ("off", None)):
         monkeypatch.setenv(reproof.VARIABLE, text)
-        assert reproof.bound_of(True) == (bound and reproof.Bound(bound, each=True))
+        assert reproof.bound_of(True) == (bound and reproof.Bound(bound, per_problem=True))
     monkeypatch.setenv(reproof.VARIABLE, "soon")
     with pytest.raises(UsageError, match="AUTOTAX_PROVE_S is 'soon'"):
         lookup(PROBLEM, db=tmp_path / "none.db", prove=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem
-from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.runner import Candidate, Effort, Measurement, Overlap
 
 Landscape = Callable[[Config], float | str]
 """Microseconds of a config, or the status with which it fails."""
@@ -39,14 +39,14 @@ class SyntheticRunner:
         self.random = random.Random(3)
 
     def measure(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
     ) -> list[Measurement]:  # fmt: skip
         if len(candidates) == 1 and effort.samples == Effort().samples:
             if self.interrupt_after is not None and len(self.searched) >= self.interrupt_after:
                 raise KeyboardInterrupt
             self.searched.append(candidates[0].config)
-        if meanwhile:
-            meanwhile()
+        if overlap:
+            overlap()
         self.asked.update(candidate.config.digest for candidate in candidates)
         common = [self.random.gauss(1, self.noise) for _ in range(effort.samples)]
         return [self.one(candidate, common) for candidate in candidates]

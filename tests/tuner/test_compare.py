@@ -11,7 +11,7 @@ from autotax.core.problem import Problem
 from autotax.hardware import links_us
 from autotax.operators import named
 from autotax.report import documents, tables, taxes
-from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.runner import Candidate, Effort, Measurement, Overlap
 from autotax.runner.measurement import TimeIsUp
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, compare
@@ -61,7 +61,7 @@ class Endless(SyntheticRunner):
     """Stands in for ranks that measure until the time is up."""
 
     def measure(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None
     ) -> list[Measurement]:
         assert effort.within_s is not None and effort.within_s <= 0.1
         self.asked.update(["job"])

@@ -10,7 +10,7 @@ import pytest
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db import Store
-from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.runner import Candidate, Effort, Measurement, Overlap
 from tests.tuner.shared import CPU, DECODE, GEMM, Ear, gemm_landscape, run
 from tests.tuner.synthetic import Landscape, SyntheticRunner
 
@@ -29,7 +29,7 @@ class Soaking(SyntheticRunner):
         self.jobs: list[set[Config]] = []
 
     def measure(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
     ) -> list[Measurement]:  # fmt: skip
         found = super().measure(problem, candidates, effort)
         self.soaks.append(effort.soak)
@@ -119,7 +119,7 @@ def test_newcomers_who_cannot_be_measured_with_the_others_do_not_win(store: Stor
         rounds = 0
 
         def measure(
-            self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+            self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
         ) -> list[Measurement]:  # fmt: skip
             if effort.samples == Effort().samples:
                 return super().measure(problem, candidates, effort)
@@ -160,7 +160,7 @@ def test_a_group_that_is_lost_with_all_finalists_is_nobodys_fault(store: Store) 
         strikes = 1
 
         def measure(
-            self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+            self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
         ) -> list[Measurement]:  # fmt: skip
             if len(candidates) > 1 and self.strikes:
                 self.strikes -= 1
@@ -178,7 +178,7 @@ def test_a_group_that_is_lost_with_all_finalists_is_nobodys_fault(store: Store) 
 def test_bsp_whose_trial_something_else_ended_is_the_baseline_all_the_same(store: Store) -> None:
     class Struck(SyntheticRunner):
         def measure(
-            self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+            self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
         ) -> list[Measurement]:  # fmt: skip
             found = super().measure(problem, candidates, effort)
             first = len(self.searched) == 1 and len(found) == 1

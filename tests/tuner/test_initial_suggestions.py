@@ -12,7 +12,7 @@ from autotax import api
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db import Store
-from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.runner import Candidate, Effort, Measurement, Overlap
 from autotax.software import Environment, environment
 from autotax.tuner import Settings, Silence, compile_ahead
 from tests.tuner.shared import DECODE, GEMM, H200, run
@@ -38,16 +38,16 @@ class Machine(SyntheticRunner):
         self.ahead: list[tuple[Problem, list[Config]]] = []
         """Configs announced in calls of `expect` that request no config, by problem."""
 
-    def start(self, meanwhile: Callable[[], None]) -> Environment:
+    def start(self, overlap: Callable[[], None]) -> Environment:
         if not self.jobs:
-            meanwhile()
+            overlap()
         return self.environment
 
     def measure(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
     ) -> list[Measurement]:  # fmt: skip
         self.jobs.append((problem, len(candidates)))
-        return super().measure(problem, candidates, effort, meanwhile)
+        return super().measure(problem, candidates, effort, overlap)
 
     def expect(self, problem: Problem, configs: Sequence[Config], later: object = ()) -> int:
         later = list(later)  # type: ignore[call-overload]

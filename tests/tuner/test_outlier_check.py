@@ -10,7 +10,7 @@ import pytest
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db import Store
-from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.runner import Candidate, Effort, Measurement, Overlap
 from tests.tuner.shared import Ear, run
 from tests.tuner.synthetic import SyntheticRunner
 
@@ -26,7 +26,7 @@ class Flattering(SyntheticRunner):
         self.flattered: Config | None = None
 
     def measure(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
     ) -> list[Measurement]:  # fmt: skip
         self.landscape = lambda config: self.later if config == self.flattered else 100.0
         if len(candidates) == 1 and self.flattered is None and len(self.searched) == 8:

@@ -13,7 +13,7 @@ from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db import Store, TrialRecord
 from autotax.operators.problems import FlashDecode
-from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.runner import Candidate, Effort, Measurement, Overlap
 from autotax.runner.measurement import PAIRED
 from autotax.tuner.run_recorder import measurement_of
 from autotax.tuner.search import beside
@@ -33,11 +33,11 @@ class Clocks(SyntheticRunner):
         self.clock = random.Random(1)
 
     def measure(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
     ) -> list[Measurement]:  # fmt: skip
         self.jobs.append(len(candidates))
         clock = self.clock.uniform(0.9, 1.1)
-        found = super().measure(problem, candidates, effort, meanwhile)
+        found = super().measure(problem, candidates, effort, overlap)
         return [replace(m, samples=tuple(tuple(clock * us for us in rank) for rank in m.samples)) for m in found]
 
 

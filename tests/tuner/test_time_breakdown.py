@@ -11,7 +11,7 @@ from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db import Store
 from autotax.report.formatting import accounts
-from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.runner import Candidate, Effort, Measurement, Overlap
 from autotax.tuner.search import Search
 from tests.tuner.shared import H200, Ear, gemm_landscape, run
 from tests.tuner.synthetic import Clock, SyntheticRunner
@@ -23,7 +23,7 @@ class Slow(SyntheticRunner):
     clock = Clock()
 
     def measure(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
     ) -> list[Measurement]:  # fmt: skip
         self.clock.sleep(0.06)
         first, *others = super().measure(problem, candidates, effort)
@@ -55,10 +55,10 @@ def test_what_the_database_takes_while_ranks_measure_is_not_their_work(
         """Each job takes the ranks 20 ms, none of it on their devices, while the tuner looks ahead."""
 
         def measure(
-            self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+            self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
         ) -> list[Measurement]:  # fmt: skip
             until = clock.monotonic() + 0.02
-            found = super().measure(problem, candidates, effort, meanwhile)
+            found = super().measure(problem, candidates, effort, overlap)
             clock.sleep(max(0.0, until - clock.monotonic()))
             return [replace(m, ranks_s=0.02 / len(found), compile_s=0.0) for m in found]
 

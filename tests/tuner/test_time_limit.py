@@ -8,7 +8,7 @@ import pytest
 
 from autotax.core.problem import Problem
 from autotax.db import Store
-from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.runner import Candidate, Effort, Measurement, Overlap
 from autotax.runner.measurement import TimeIsUp
 from autotax.tuner import tuning
 from autotax.tuner.finalists import Paces
@@ -28,7 +28,7 @@ class Slow(SyntheticRunner):
         self.soaks: list[int] = []
 
     def measure(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None
     ) -> list[Measurement]:
         final = effort.samples != Effort().samples
         takes = self.finals_s if final else self.trial_s + (0.0 if self.searched else self.first_s)
@@ -37,7 +37,7 @@ class Slow(SyntheticRunner):
         if takes > effort.within_s:
             raise TimeIsUp("rank 0 at 'soak after 3 of 20'")
         self.soaks += [effort.soak] * final
-        return super().measure(problem, candidates, effort, meanwhile)
+        return super().measure(problem, candidates, effort, overlap)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from autotax.core.config import Config
 from autotax.core.errors import MachineError
 from autotax.core.problem import Problem
 from autotax.db import DatabaseBusy, Store, connection
-from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.runner import Candidate, Effort, Measurement, Overlap
 from autotax.spaces import space_for
 from autotax.tuner import run_recorder
 from tests.tuner.shared import GEMM, H200, Ear, gemm_landscape, run
@@ -34,7 +34,7 @@ class At(SyntheticRunner):
         self.count, self.action = count, action
 
     def measure(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
     ) -> list[Measurement]:  # fmt: skip
         found = super().measure(problem, candidates, effort)
         if len(self.searched) == self.count:
@@ -182,7 +182,7 @@ def killed_in_job(store: Store, when: Callable[[list[Config], bool], bool], monk
 
     class Deadly(SyntheticRunner):
         def measure(
-            self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+            self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
         ) -> list[Measurement]:  # fmt: skip
             jobs.append([candidate.config for candidate in candidates])
             if when(jobs[-1], effort.samples != Effort().samples):

@@ -19,7 +19,7 @@ from autotax.db.lookup import lookup, reload
 from autotax.hardware import Hardware
 from autotax.operators import named
 from autotax.operators.problems import AllGatherGemm, FlashDecode
-from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.runner import Candidate, Effort, Measurement, Overlap
 from autotax.software import environment
 from autotax.spaces import Space, space_for
 from autotax.tuner import Settings, tune
@@ -233,10 +233,10 @@ def test_a_run_says_what_a_used_budget_leaves_untried(store: Store) -> None:
 
 def test_a_better_winner_that_another_tuner_stored_meanwhile_stays(store: Store) -> None:
     class Slow(SyntheticRunner):
-        def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None) -> list[Measurement]:  # noqa: E501  # fmt: skip
+        def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None) -> list[Measurement]:  # noqa: E501  # fmt: skip
             if effort.soak and not store.winners():
                 run(store, SyntheticRunner(gemm_landscape), trials=30, soak=10, variants=("push",))
-            return super().measure(problem, candidates, effort, meanwhile)
+            return super().measure(problem, candidates, effort, overlap)
 
     ear = Ear()
     verdict = run(store, Slow(gemm_landscape), trials=8, soak=10, variants=("decomposed",), listener=ear)
@@ -318,7 +318,7 @@ def test_chance_seldom_beats_bsp_though_many_challenge_it_often() -> None:
 def test_a_few_slow_samples_prove_nothing() -> None:
     class Slow(SyntheticRunner):
         def measure(
-            self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+            self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
         ) -> list[Measurement]:  # fmt: skip
             return super().measure(problem, candidates, Effort(samples=3))
 
