@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import sqlalchemy
-from sqlalchemy import Connection, Engine, QueuePool, StaticPool, case, create_engine, event, insert, select, update
+from sqlalchemy import Connection, Engine, QueuePool, StaticPool, case, create_engine, delete, event, insert, select, update
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
 from autotax.core.errors import MachineError, UsageError
@@ -290,8 +290,8 @@ def _names(connection: sqlite3.Connection) -> set[str]:
 
 _OPTUNA_TABLES = {"studies", "version_info"}  # the first ones that Optuna creates
 
-_DIGESTS = {"name": "digests", "value": "by content"}
-"""The row of `Meta` that says that no former digest is left in the tables."""
+_DIGESTS = {"name": "digests", "value": f"by content, {len(CURRENT)} former ones"}
+"""The row of `Meta` that says that none of the former digests is left in the tables."""
 
 _LOCK = 0x6175746F746178  # "autotax" in ASCII
 _ONE_WRITER = {"sqlite": "BEGIN IMMEDIATE", "postgresql": f"SELECT pg_advisory_xact_lock({_LOCK})"}
@@ -378,12 +378,23 @@ def _make_ready(engine: Engine, path: Path | None) -> None:
 
 
 def _replace_former_digests(connection: Connection) -> None:
-    """Translates former digests of kernels into current ones, once for each database. Keys of winners contain digests."""
-    if connection.scalar(select(Meta.value).where(Meta.name == _DIGESTS["name"])):
+    """Translates former digests of kernels into current ones, once for each database and set of former digests.
+
+    Keys of winners contain digests. Of winners whose keys become equal, the one with the latest digest stays.
+    """
+    of_digests = Meta.name == _DIGESTS["name"]
+    if connection.scalar(select(Meta.value).where(of_digests)) == _DIGESTS["value"]:
         return
-    for table in (TrialRow, WinnerRow):
-        column = table.kernel_digest
-        connection.execute(update(table).where(column.in_(CURRENT)).values(kernel_digest=case(CURRENT, value=column)))
+    column = TrialRow.kernel_digest
+    connection.execute(update(TrialRow).where(column.in_(CURRENT)).values(kernel_digest=case(CURRENT, value=column)))
+    others = WinnerRow.__table__.alias()
+    alike = [others.c[key.name] == key for key in WinnerRow.__table__.primary_key if key.name != "kernel_digest"]
+    for former, current in reversed(CURRENT.items()):
+        formers = WinnerRow.kernel_digest == former
+        newer = select(others.c.world_size).where(others.c.kernel_digest == current, *alike).exists()
+        connection.execute(delete(WinnerRow).where(formers, newer))
+        connection.execute(update(WinnerRow).where(formers).values(kernel_digest=current))
+    connection.execute(delete(Meta).where(of_digests))
     connection.execute(insert(Meta).values(**_DIGESTS))
 
 

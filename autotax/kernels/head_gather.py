@@ -66,8 +66,8 @@ def push_kernel(
     start = tl.minimum(part * per, tokens)
     end = tl.minimum(start + per, tokens)
     slot = (epoch & 1) * WORLD + rank
-    there = translate(inbox, bases, rank, peer) + slot.to(tl.int64) * room
-    copy(there, q, start * WIDTH, end * WIDTH, BLOCK, ALIGNED)
+    landing = translate(inbox, bases, rank, peer) + slot.to(tl.int64) * room
+    copy(landing, q, start * WIDTH, end * WIDTH, BLOCK, ALIGNED)
     signal(flag_address(flags, rank, bases, rank, peer), 1, TARGET, "sys")
     if part == SENDERS - 1:
         source = (rank + WORLD - hop) % WORLD
@@ -84,12 +84,12 @@ def place_kernel(
     token = tl.program_id(0) // WORLD
     source = tl.program_id(0) % WORLD
     start = token * WIDTH
-    there = out + token.to(tl.int64) * ((WORLD - 1) * WIDTH) + source * WIDTH  # the place of the element at offset `start`
+    destination = out + token.to(tl.int64) * ((WORLD - 1) * WIDTH) + source * WIDTH  # the place of the element at offset `start`
     if source == rank:
-        copy(there, q, start, start + WIDTH, BLOCK, ALIGNED)
+        copy(destination, q, start, start + WIDTH, BLOCK, ALIGNED)
     else:
         slot = ((epoch & 1) * WORLD + source).to(tl.int64)
-        copy(there, inbox + slot * room, start, start + WIDTH, BLOCK, ALIGNED)
+        copy(destination, inbox + slot * room, start, start + WIDTH, BLOCK, ALIGNED)
     leave(control, epoch, tl.num_programs(0), TARGET)
 
 
@@ -131,13 +131,13 @@ class Push(Kernel[HeadGather]):
 @triton.jit
 def anywhere(missing, TARGET: tl.constexpr):
     """Whether any element of `missing` is nonzero; the result is the same in every thread."""
-    found = tl.max(missing.to(tl.int32))
+    any_missing = tl.max(missing.to(tl.int32))
     if TARGET == "cuda":
-        found = tl.inline_asm_elementwise(
+        any_missing = tl.inline_asm_elementwise(
             "{.reg .pred a, b; setp.ne.s32 a, $1, 0; bar.red.or.pred b, 0, a; selp.s32 $0, 1, 0, b;}",
-            "=r,r", [found], dtype=tl.int32, is_pure=False, pack=1,
+            "=r,r", [any_missing], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-    return found
+    return any_missing
 
 
 @triton.jit
@@ -165,11 +165,11 @@ def put(out, data, block, source, total, WORLD: tl.constexpr, WIDTH: tl.constexp
     lanes = tl.arange(0, BLOCK)
     first = block * BLOCK
     if WIDTH % BLOCK == 0:  # a tile lies in one token, so its stores are wide
-        there = out + (first // WIDTH).to(tl.int64) * (WORLD * WIDTH) + source * WIDTH + first % WIDTH + lanes
+        addresses = out + (first // WIDTH).to(tl.int64) * (WORLD * WIDTH) + source * WIDTH + first % WIDTH + lanes
     else:
         at = first + lanes
-        there = out + (at // WIDTH).to(tl.int64) * (WORLD * WIDTH) + source * WIDTH + at % WIDTH
-    tl.store(there, data, mask=first + lanes < total)
+        addresses = out + (at // WIDTH).to(tl.int64) * (WORLD * WIDTH) + source * WIDTH + at % WIDTH
+    tl.store(addresses, data, mask=first + lanes < total)
 
 
 @triton.jit(do_not_specialize=["rank", "total"])
@@ -195,8 +195,8 @@ def gather_words_kernel(
         data = tl.load(q + at, mask=inside, other=0)
         words = number | (data.to(tl.int64) & 0xFFFFFFFF)
         for hop in tl.static_range(WORLD - 1):
-            there = (inbox.to(tl.int64) + away[hop]).to(inbox.dtype) + (slot + rank) * room
-            store_whole(tl.multiple_of(there + at, (16,)), words, inside, TARGET)
+            landing = (inbox.to(tl.int64) + away[hop]).to(inbox.dtype) + (slot + rank) * room
+            store_whole(tl.multiple_of(landing + at, (16,)), words, inside, TARGET)
         put(out, data, block, rank, total, WORLD, WIDTH, BLOCK)
     for block in tl.range(program, blocks * (WORLD - 1), programs, num_stages=1):
         source = (rank + WORLD - 1 - block // blocks) % WORLD
@@ -226,8 +226,8 @@ class Words(Kernel[HeadGather]):
         self.room = ceil_div(problem.batch * self.width, 16) * 16
         # Zeros are words of call 0. Calls start at 1, so they never match.
         self.inbox = context.heap.zeros((2, problem.world_size, self.room), torch.int64)
-        wanted = ceil_div(problem.batch * self.width, block) * max(1, problem.world_size - 1)
-        self.programs = 1 if context.interpreted else min(config["per_processor"] * context.processors, wanted)
+        useful = ceil_div(problem.batch * self.width, block) * max(1, problem.world_size - 1)
+        self.programs = 1 if context.interpreted else min(config["per_processor"] * context.processors, useful)
         self.epochs = context.empty((self.programs,), torch.int32).fill_(1)
         early = context.hardware.launches_overlap
         self.how: dict[str, Any] = {"WIDTH": self.width, "BLOCK": block, "EARLY": early, "num_warps": config["num_warps"]}

@@ -232,8 +232,8 @@ def copy(destination, source, start, end, BLOCK: tl.constexpr, ALIGNED: tl.const
         at = tl.multiple_of(first, ALIGNED) + lanes
         inside = at < end
         # A translated base comes from an integer. Without the alignment hint its stores would be two bytes wide.
-        there = tl.multiple_of(destination + at, width)
-        tl.store(there, tl.load(source + at, mask=inside), mask=inside)
+        addresses = tl.multiple_of(destination + at, width)
+        tl.store(addresses, tl.load(source + at, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -249,8 +249,8 @@ def copy_block(
             rows = (r + tl.arange(0, ROWS)).to(tl.int64)[:, None]
             cols = (tl.multiple_of(c, ALIGNED) + tl.arange(0, COLS))[None, :]
             inside = (rows < row_end) & (cols < col_end)
-            there = tl.multiple_of(destination + rows * stride_there + cols, (size, ALIGNED * size))  # see `copy`
-            tl.store(there, tl.load(source + rows * stride + cols, mask=inside), mask=inside)
+            addresses = tl.multiple_of(destination + rows * stride_there + cols, (size, ALIGNED * size))  # see `copy`
+            tl.store(addresses, tl.load(source + rows * stride + cols, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -332,18 +332,18 @@ def threads_of_program(_semantic=None):
 
 
 @triton.jit
-def store_whole(there, words, mask, TARGET: tl.constexpr):
+def store_whole(addresses, words, mask, TARGET: tl.constexpr):
     """Stores int64 words, each with one instruction. A later kernel or a polling reader sees them."""
     if TARGET == "hip":
         tl.inline_asm_elementwise(
             "v_cmp_ne_u32 vcc, 0, $4\ns_and_saveexec_b64 $1, vcc\nglobal_store_dwordx2 $2, $3, off sc0 sc1\n"
             "s_mov_b64 exec, $1\ns_mov_b32 $0, 0",
             "=&s,=&s,v,v,v,~{vcc},~{scc},~{memory}",
-            [there.to(tl.int64), words, tl.broadcast_to(mask, words.shape).to(tl.int32)],
+            [addresses.to(tl.int64), words, tl.broadcast_to(mask, words.shape).to(tl.int32)],
             dtype=(tl.int32, tl.int64), is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        tl.store(there, words, mask=mask)
+        tl.store(addresses, words, mask=mask)
 
 
 @triton.jit
@@ -352,11 +352,11 @@ def load_whole(at, mask, safe, other, TARGET: tl.constexpr):
     if TARGET == "hip":
         inside = tl.broadcast_to(mask, at.shape)
         TOGETHER: tl.constexpr = at_once(at.numel, threads_of_program())
-        there = tl.where(inside, at.to(tl.int64), safe.to(tl.int64))
-        found = tl.inline_asm_elementwise(
-            _load(TOGETHER), _loaded(TOGETHER), [there], dtype=tl.int64, is_pure=False, pack=TOGETHER
+        addresses = tl.where(inside, at.to(tl.int64), safe.to(tl.int64))
+        words = tl.inline_asm_elementwise(
+            _load(TOGETHER), _loaded(TOGETHER), [addresses], dtype=tl.int64, is_pure=False, pack=TOGETHER
         )
-        return tl.where(inside, found, other)
+        return tl.where(inside, words, other)
     else:  # noqa: RET505 - decided at compile time
         # Volatile, because the compiler would move an ordinary load out of the loop.
         return tl.load(at, mask=mask, other=other, volatile=True)

@@ -40,11 +40,11 @@ def hand_out_kernel(
         slot = (tl.load(control + EPOCH) - 1) & 1
     start = tl.program_id(0) * BLOCK
     end = tl.minimum(start + BLOCK, size)
-    there = whole + source.to(tl.int64) * size
+    destination = whole + source.to(tl.int64) * size
     if source == rank:
-        copy(there, a, start, end, BLOCK, ALIGNED)
+        copy(destination, a, start, end, BLOCK, ALIGNED)
     else:
-        copy(there, inbox + (slot * tl.num_programs(1) + source).to(tl.int64) * room, start, end, BLOCK, ALIGNED)
+        copy(destination, inbox + (slot * tl.num_programs(1) + source).to(tl.int64) * room, start, end, BLOCK, ALIGNED)
 
 
 def hands_out(kernel: Any) -> bool:

@@ -140,8 +140,8 @@ def load_tile(
         inside = (r < rows)[:, None] & (c < cols)[None, :]
         size: tl.constexpr = view.dtype.element_ty.primitive_bitwidth // 8
         # The compiler knows no alignment of an address translated from an integer: loads would be two bytes wide.
-        there = tl.multiple_of(view + r.to(tl.int64)[:, None] * stride + c[None, :], (size, ALIGNED * size))
-        tile = tl.load(there, mask=inside, other=0.0)
+        addresses = tl.multiple_of(view + r.to(tl.int64)[:, None] * stride + c[None, :], (size, ALIGNED * size))
+        tile = tl.load(addresses, mask=inside, other=0.0)
     return tile
 
 
@@ -389,10 +389,10 @@ def gather_rows(
             acc = zeros(BLOCK_M, BLOCK_N)
             if REMOTE:
                 seen = wait(flags + source, epoch * signals, source, source, control, TARGET)
-                there = tl.where(seen - epoch * signals < 0, NOWHERE, row)  # prefetched loads must not pass the wait
+                awaited_row = tl.where(seen - epoch * signals < 0, NOWHERE, row)  # prefetched loads must not pass the wait
                 shard = translate(inbox + (epoch & (SLOTS - 1)).to(tl.int64) * rows * cols, bases, rank, source)
                 acc = product(
-                    acc, shard, there, rows, cols, start, end, b, col, n, 0, cols,
+                    acc, shard, awaited_row, rows, cols, start, end, b, col, n, 0, cols,
                     BLOCK_M, BLOCK_N, BLOCK_K, False, TMA, ALIGNED, TARGET,
                 )  # fmt: skip
             else:

@@ -52,9 +52,9 @@ def spread(
             inside = (rows < row_end) & (cols < col_end)
             block = tl.load(source + rows * stride + cols, mask=inside)
             for hop in tl.static_range(1, WORLD + SELF):
-                there = translate(landing, bases, rank, (rank + hop) % WORLD) + rows * stride_there + cols
+                addresses = translate(landing, bases, rank, (rank + hop) % WORLD) + rows * stride_there + cols
                 # A translated base comes from an integer. Without the alignment hint its stores would be two bytes wide.
-                tl.store(tl.multiple_of(there, (size, ALIGNED * size)), block, mask=inside)
+                tl.store(tl.multiple_of(addresses, (size, ALIGNED * size)), block, mask=inside)
 
 
 @triton.jit
@@ -65,8 +65,8 @@ def warm(b, rows, cols, stride, program, programs, ROWS: tl.constexpr, COLS: tl.
     for first in range(program * ROWS, rows, programs * ROWS):
         for col in range(0, cols, COLS):
             row = first + tl.arange(0, ROWS)
-            there = b + row.to(tl.int64)[:, None] * stride + col + tl.arange(0, COLS)[None, :]
-            tl.load(there, mask=(row < rows)[:, None], volatile=True)  # volatile, else the compiler drops the unused load
+            addresses = b + row.to(tl.int64)[:, None] * stride + col + tl.arange(0, COLS)[None, :]
+            tl.load(addresses, mask=(row < rows)[:, None], volatile=True)  # volatile, else the compiler drops the unused load
 
 
 @triton.jit
@@ -169,9 +169,9 @@ def spread_scales(
     for first in range(program * SCALES_AT_ONCE, size, COMM * SCALES_AT_ONCE):
         at = first + tl.arange(0, SCALES_AT_ONCE)
         held = tl.load(scales + at, mask=at < size)
-        there = rank * source_stride + at // rows * group_stride + at % rows
+        place = rank * source_stride + at // rows * group_stride + at % rows
         for hop in tl.static_range(1, WORLD + SELF):
-            tl.store(translate(inbox, bases, rank, (rank + hop) % WORLD) + there, held, mask=at < size)
+            tl.store(translate(inbox, bases, rank, (rank + hop) % WORLD) + place, held, mask=at < size)
 
 
 @triton.jit(do_not_specialize=["rank", "slot"])

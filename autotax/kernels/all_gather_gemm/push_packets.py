@@ -79,8 +79,8 @@ def send_packets(
         if peer == rank:
             tl.store(dense + place_in_a(at, rank, size, width, WORLD, SHARD_K), data, mask=inside)
         else:
-            there = translate(box, bases, rank, peer) + at
-            store_whole(tl.multiple_of(there, (16,)), number | (data.to(tl.int64) & 0xFFFFFFFF), inside, TARGET)
+            addresses = translate(box, bases, rank, peer) + at
+            store_whole(tl.multiple_of(addresses, (16,)), number | (data.to(tl.int64) & 0xFFFFFFFF), inside, TARGET)
 
 
 @triton.jit
@@ -96,8 +96,8 @@ def receive_packets(
         at = unit % parts * PIECE + tl.arange(0, PIECE)
         inside = at < size
         box = words + ((epoch & 1) * WORLD + source).to(tl.int64) * room
-        found = await_words(box + at, inside, words, epoch, source, control, limit, TARGET)
-        tl.store(dense + place_in_a(at, source, size, width, WORLD, SHARD_K), found.to(tl.int32), mask=inside)
+        data = await_words(box + at, inside, words, epoch, source, control, limit, TARGET)
+        tl.store(dense + place_in_a(at, source, size, width, WORLD, SHARD_K), data.to(tl.int32), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rank"])

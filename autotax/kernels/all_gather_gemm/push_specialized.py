@@ -9,7 +9,7 @@ counts the last box of a K group signals the group to the peers.
 Boxes are sent at PACE GB/s. Without pacing all boxes would arrive at about the same time, including those that are needed first.
 The first BY_WORDS columns of a shard are needed before a box can arrive, so they travel as words: see `push_words`.
 
-A poll takes a microsecond, so a separate warp polls. It signals the loader through the barriers `there`, one per K group, and
+A poll takes a microsecond, so a separate warp polls. It signals the loader through the barriers `landed`, one per K group, and
 runs at most one tile ahead (`taken`).
 
 Waits: the polling warp of a program waits for the chunks of rows of its tiles, K group by K group. Thereby it waits for the
@@ -123,7 +123,7 @@ def send_shard(
 
 @gluon.jit
 def poll_tiles(
-    poll, there, taken, share,
+    poll, landed, taken, share,
     WORLD: gl.constexpr, CHUNK: gl.constexpr, BY_WORDS: gl.constexpr, K_GROUPS: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
@@ -140,7 +140,7 @@ def poll_tiles(
         if BY_WORDS:
             if (row // rows != rank) | ((row + BLOCK_M - 1) // rows != rank):
                 wait_first(count, 0, 1, rank, epoch * gl.num_programs(0), control, 2, TARGET)
-            mbarrier.arrive(there.index(K_GROUPS))
+            mbarrier.arrive(landed.index(K_GROUPS))
         ready = 0
         while ready < groups:
             more = groups - ready
@@ -151,14 +151,14 @@ def poll_tiles(
                     for chunk in range(local // CHUNK, (local + ROWS - 1) // CHUNK + 1):
                         more = wait_first(flags, (source * chunks + chunk) * K_GROUPS + ready, more, source, epoch, control, 1, TARGET)
             for group in range(ready, ready + more):
-                mbarrier.arrive(there.index(group))
+                mbarrier.arrive(landed.index(group))
             ready += more
         tile += 1  # noqa: SIM113
 
 
 @gluon.jit
 def load_tiles(
-    load, b, buffers, there, taken, share,
+    load, b, buffers, landed, taken, share,
     WORLD: gl.constexpr, BY_WORDS: gl.constexpr, K_GROUPS: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr,
     X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -182,7 +182,7 @@ def load_tiles(
         for at in range(0, cols, BLOCK_K):
             if at >= awaited:
                 group = K_GROUPS if at < BY_WORDS else (at - BY_WORDS) // span
-                mbarrier.wait(there.index(group), tile & 1)
+                mbarrier.wait(landed.index(group), tile & 1)
                 awaited = BY_WORDS if at < BY_WORDS else BY_WORDS + (group + 1) * span
                 mbarrier.arrive(taken, pred=awaited >= cols)
             stage = turn % STAGES
@@ -248,13 +248,13 @@ def gather_tiles(
     buffers, stagings = allocate(own, out[0], 1, GROUPS, Y1, Y2, Y3, STAGES, 1)
     boxes = gl.allocate_shared_memory(own.dtype, [BOXES, X_ROWS, BLOCK_K], sent.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
-    there = gl.allocate_shared_memory(gl.int64, [K_GROUPS + 1, 1], mbarrier.MBarrierLayout())
+    landed = gl.allocate_shared_memory(gl.int64, [K_GROUPS + 1, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for at in gl.static_range(BOXES):
         mbarrier.init(arrived.index(at), count=1)
     mbarrier.init(taken, count=1)
     for group in gl.static_range(K_GROUPS + 1):
-        mbarrier.init(there.index(group), count=1)
+        mbarrier.init(landed.index(group), count=1)
     fence_async_shared()
     poll = (flags, exchange[7], control, epoch, chunks)
     load = (own, inbox, epoch)
@@ -264,8 +264,8 @@ def gather_tiles(
         gl.warp_specialize(
             [
                 (exchange_and_multiply, (exchange, epoch, out, stagings, buffers, share, WORLD, BY_WORDS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
-                (load_tiles, (load, b, buffers, there, taken, share, WORLD, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
-                (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
+                (load_tiles, (load, b, buffers, landed, taken, share, WORLD, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
+                (poll_tiles, (poll, landed, taken, share, WORLD, CHUNK, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
                 (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, BY_WORDS, K_GROUPS, BOXES, PACE, TARGET)),
             ],
             [1, 1, 1],
@@ -276,8 +276,8 @@ def gather_tiles(
             [
                 (exchange_and_multiply, (exchange, epoch, out, stagings, buffers, share, WORLD, BY_WORDS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
                 (multiply_tiles, (1, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, 1, TARGET)),
-                (load_tiles, (load, b, buffers, there, taken, share, WORLD, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
-                (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
+                (load_tiles, (load, b, buffers, landed, taken, share, WORLD, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
+                (poll_tiles, (poll, landed, taken, share, WORLD, CHUNK, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
                 (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, BY_WORDS, K_GROUPS, BOXES, PACE, TARGET)),
             ],
             [4, 1, 1, 1],
@@ -293,8 +293,8 @@ def gather_tiles(
                 (exchange_and_multiply, (exchange, epoch, out, stagings, buffers, share, WORLD, BY_WORDS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
                 (multiply_tiles, (1, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, 1, TARGET)),
                 (multiply_tiles, (2, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, 1, TARGET)),
-                (load_tiles, (load, b, buffers, there, taken, share, WORLD, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
-                (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
+                (load_tiles, (load, b, buffers, landed, taken, share, WORLD, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
+                (poll_tiles, (poll, landed, taken, share, WORLD, CHUNK, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
                 (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, BY_WORDS, K_GROUPS, BOXES, PACE, TARGET)),
             ],
             [4, 4, 1, 1, 1],

@@ -82,7 +82,7 @@ def _poll_of(count: int) -> str:
         lines += [f"and.b32 m, {mask}, {1 << at};", f"setp.ne.s32 s{at}, m, 0;", *(f"mov.b64 {word}, 0;" for word in words[at].split(", "))]
     lines += [f"mov.u32 {lost}, 0;", "mov.u32 n, 0;", "AGAIN:"]
     lines += [f"@s{at} ld.relaxed.sys.global.v2.b64 {{{words[at]}}}, [{addresses[at]}];" for at in range(count)]
-    tests = [f"b64 p, {word}, 0x8000800080008000" for each in words for word in each.split(", ")]
+    tests = [f"b64 p, {word}, 0x8000800080008000" for pair in words for word in pair.split(", ")]
     lines += [f"setp.ne.{tests[0]};", *(f"setp.ne.and.{test}, p;" for test in tests[1:]), "@p bra THERE;"]
     lines += ["add.u32 n, n, 1;", f"setp.lt.u32 q, n, {limit};", "@q bra AGAIN;"]
     for at in reversed(range(count)):
@@ -146,10 +146,10 @@ def send_words(exchange, rank, epoch, rows, cols, WORLD: gl.constexpr, COLUMNS: 
         one, two = gl.inline_asm_elementwise(
             _LOAD, "=&l,=&l,l,r", [address, own], dtype=(gl.int64, gl.int64), is_pure=False, pack=1
         )
-        there = (gl.cast(((epoch & 1) * WORLD + rank) * room, gl.int64) + place) * 16
+        offset = (gl.cast(((epoch & 1) * WORLD + rank) * room, gl.int64) + place) * 16
         for hop in gl.static_range(WORLD - 1):
             gl.inline_asm_elementwise(
-                _SEND, "=r,l,l,l,r", [gl.load(landings + hop) + there, one, two, some], dtype=gl.int32, is_pure=False, pack=1
+                _SEND, "=r,l,l,l,r", [gl.load(landings + hop) + offset, one, two, some], dtype=gl.int32, is_pure=False, pack=1
             )
         if OWN:
             home = landed.to(gl.int64) + (gl.cast(rank * rows + row, gl.int64) * cols + col) * 2

@@ -150,23 +150,23 @@ def wait_first(flags, first, count, source, epoch, control, PATIENCE: gl.constex
 
     Waits for programs of the same rank get more PATIENCE than waits for peers, so that the first note names the missing peer.
     """
-    there = look(flags, first, count, epoch)
-    if there == 0:
+    arrived = look(flags, first, count, epoch)
+    if arrived == 0:
         limit = gl.load(control + LIMIT) * PATIENCE
         polls = 0
-        while (there == 0) & (polls < limit):
-            there = look(flags, first, count, epoch)
+        while (arrived == 0) & (polls < limit):
+            arrived = look(flags, first, count, epoch)
             polls += 1
             if polls % 1024 == 0:
                 if gl.atomic_add(control + ERROR, 0, sem="relaxed", scope="gpu") != 0:
                     polls = limit
-        if there == 0:
+        if arrived == 0:
             note_missing(control, source, first, epoch, gl.load(flags + first), TARGET)
-            there = 1
+            arrived = 1
     # TMA reads through the asynchronous proxy, and the lane that polled a flag is not the lane that issues the loads.
     gl.inline_asm_elementwise("fence.proxy.async;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     settle(TARGET)
-    return there
+    return arrived
 
 
 @gluon.jit

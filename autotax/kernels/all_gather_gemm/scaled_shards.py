@@ -44,8 +44,8 @@ def spread_quantised(
         bytes_at = first + row * tl.cast(k, tl.int64) + tl.multiple_of(col, (1, 16))
         for hop in tl.static_range(1, WORLD + SELF):
             peer = (rank + hop) % WORLD
-            there = tl.multiple_of(translate(inbox, bases, rank, peer) + bytes_at, (1, 16))
-            tl.store(there, codes, mask=col < k)
+            addresses = tl.multiple_of(translate(inbox, bases, rank, peer) + bytes_at, (1, 16))
+            tl.store(addresses, codes, mask=col < k)
             at = translate(scale_inbox, bases, rank, peer) + rank * source_stride + row
             if QUANT == "row":
                 tl.store(at + tl.arange(0, 1), scales)

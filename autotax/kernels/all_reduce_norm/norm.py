@@ -81,12 +81,13 @@ def scale_of_row(total, factor, weight, OFFSET: tl.constexpr, TYPE: tl.constexpr
 
 @triton.jit
 def store_normed(
-    short, factor, scale, given, weight, row, begin, hidden, below, end, y, new_residual, scales,
+    short, factor, scale, static_factor, weight, row, begin, hidden, below, end, y, new_residual, scales,
     OFFSET: tl.constexpr, QUANT: tl.constexpr, TARGET: tl.constexpr, KEPT: tl.constexpr = True,
 ):  # fmt: skip
     """Stores the new residual `short` [rows, columns], its norm and the scales, for columns from `begin` to `end`; see `finish`.
 
-    KEPT: store the new residual. `begin` is a multiple of GROUP. `scale` [rows] is used with quant `row` only, `given` with quant `tensor` only.
+    KEPT: store the new residual. `begin` is a multiple of GROUP. `scale` [rows] is used with quant `row` only, `static_factor`
+    with quant `tensor` only.
     """
     total = short.to(tl.float32)
     cols = begin + tl.arange(0, total.shape[1])
@@ -100,7 +101,7 @@ def store_normed(
     else:
         held = normed.to(tl.float32)
         if QUANT == "tensor":
-            codes = held * given
+            codes = held * static_factor
         elif QUANT == "row":
             if begin == 0:
                 tl.store(scales + row, scale, mask=row < below)
@@ -120,12 +121,13 @@ def store_normed(
 
 @triton.jit
 def finish(
-    total, given, weight, row, hidden, below, eps, y, new_residual, scales,
+    total, static_factor, weight, row, hidden, below, eps, y, new_residual, scales,
     OFFSET: tl.constexpr, QUANT: tl.constexpr, TARGET: tl.constexpr, KEPT: tl.constexpr = True,
 ):  # fmt: skip
     """Normalises whole rows of sums, float32 [rows, columns] with zeros past `hidden`, and stores them.
 
-    `given` is `given_factor`, `weight` is float32 [columns], `row` are row numbers. Rows from `below` on and columns from `hidden` on do not exist.
+    `static_factor` is that of `given_factor`, `weight` is float32 [columns], `row` are row numbers. Rows from `below` on and
+    columns from `hidden` on do not exist.
     """
     TYPE: tl.constexpr = new_residual.dtype.element_ty
     short = rounded(total, TYPE, TARGET)
@@ -134,7 +136,7 @@ def finish(
     if QUANT == "row":
         scale = scale_of_row(short.to(tl.float32), factor, weight, OFFSET, TYPE, TARGET)
     store_normed(
-        short, factor, scale, given, weight, row, 0, hidden, below, hidden, y, new_residual, scales, OFFSET, QUANT, TARGET, KEPT
+        short, factor, scale, static_factor, weight, row, 0, hidden, below, hidden, y, new_residual, scales, OFFSET, QUANT, TARGET, KEPT
     )
 
 

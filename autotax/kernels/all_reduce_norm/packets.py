@@ -80,21 +80,21 @@ def absent(words, epoch, WIDE: tl.constexpr):
 
 
 @triton.jit
-def clean(there, inside, TARGET: tl.constexpr):
+def clean(addresses, inside, TARGET: tl.constexpr):
     """Resets words to BLANK."""
-    store_whole(there, tl.full(there.shape, BLANK, tl.int64), inside, TARGET)
+    store_whole(addresses, tl.full(addresses.shape, BLANK, tl.int64), inside, TARGET)
 
 
 @triton.jit
 def look(
-    own, there, stride, inside, safe, epoch, rank,
+    own, addresses, stride, inside, safe, epoch, rank,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Adds up this rank's numbers and the peers', `stride` words apart, in rank order. Returns where words miss, and sums."""
-    missing = tl.zeros(there.shape, tl.int32)
+    missing = tl.zeros(addresses.shape, tl.int32)
     total = tl.zeros(own.shape, tl.float32)
     for source in tl.static_range(WORLD):
-        words = load_whole(there + source * stride, inside & (source != rank), safe, 0, TARGET)
+        words = load_whole(addresses + source * stride, inside & (source != rank), safe, 0, TARGET)
         missing += tl.where(inside & (source != rank), absent(words, epoch, WIDE), 0)
         part = tl.where(source == rank, own, numbers(words, WIDE, TYPE))
         if source == 0:
@@ -106,15 +106,15 @@ def look(
 
 @triton.jit
 def await_sum(
-    own, there, stride, inside, safe, epoch, rank, control, limit,
+    own, addresses, stride, inside, safe, epoch, rank, control, limit,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Repeats `look` until all words have arrived, `limit` times at most, and returns the sums. Leaves notes of late peers."""
-    missing, total = look(own, there, stride, inside, safe, epoch, rank, WORLD, WIDE, TYPE, TARGET)
+    missing, total = look(own, addresses, stride, inside, safe, epoch, rank, WORLD, WIDE, TYPE, TARGET)
     late = anywhere(missing, TARGET)
     looks = 0
     while (late != 0) & (looks < limit):
-        missing, total = look(own, there, stride, inside, safe, epoch, rank, WORLD, WIDE, TYPE, TARGET)
+        missing, total = look(own, addresses, stride, inside, safe, epoch, rank, WORLD, WIDE, TYPE, TARGET)
         late = anywhere(missing, TARGET)
         looks += 1
         if looks % 64 == 0:
@@ -123,23 +123,23 @@ def await_sum(
     if late != 0:
         for source in tl.range(0, WORLD):
             of_peer = inside & (source != rank)
-            words = load_whole(there + source * stride, of_peer, safe, 0, TARGET)
+            words = load_whole(addresses + source * stride, of_peer, safe, 0, TARGET)
             if tl.max(tl.where(of_peer, absent(words, epoch, WIDE), 0)) != 0:
                 note_missing(control, source, source, epoch, epoch - 1, TARGET)
     if TARGET == "hip":
-        _, total = look(own, there, stride, inside, safe, epoch, rank, WORLD, WIDE, TYPE, TARGET)
+        _, total = look(own, addresses, stride, inside, safe, epoch, rank, WORLD, WIDE, TYPE, TARGET)
     return total
 
 
 @triton.jit
-def await_row(there, inside, safe, epoch, control, limit, OWN: tl.constexpr, WIDE: tl.constexpr, TARGET: tl.constexpr):
+def await_row(addresses, inside, safe, epoch, control, limit, OWN: tl.constexpr, WIDE: tl.constexpr, TARGET: tl.constexpr):
     """Returns the words of a row when all have arrived, or after `limit` attempts. Each rank sends OWN of them, in rank order."""
-    words = load_whole(there, inside, safe, 0, TARGET)
+    words = load_whole(addresses, inside, safe, 0, TARGET)
     missing = tl.where(inside, absent(words, epoch, WIDE), 0)
     late = anywhere(missing, TARGET)
     looks = 0
     while (late != 0) & (looks < limit):
-        words = load_whole(there, inside, safe, 0, TARGET)
+        words = load_whole(addresses, inside, safe, 0, TARGET)
         missing = tl.where(inside, absent(words, epoch, WIDE), 0)
         late = anywhere(missing, TARGET)
         looks += 1
@@ -147,9 +147,9 @@ def await_row(there, inside, safe, epoch, control, limit, OWN: tl.constexpr, WID
             if tl.atomic_add(control + ERROR, 0, sem="relaxed", scope="gpu") != 0:
                 looks = limit
     if late != 0:
-        word = tl.arange(0, there.shape[0])
-        source = tl.min(tl.where(missing != 0, word, there.shape[0])) // OWN
+        word = tl.arange(0, addresses.shape[0])
+        source = tl.min(tl.where(missing != 0, word, addresses.shape[0])) // OWN
         note_missing(control, source, source, epoch, epoch - 1, TARGET)
     if TARGET == "hip":
-        words = load_whole(there, inside, safe, 0, TARGET)
+        words = load_whole(addresses, inside, safe, 0, TARGET)
     return words

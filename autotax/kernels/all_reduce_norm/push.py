@@ -53,8 +53,8 @@ def sum_of_row(x, residual, box, row, place, size, cols, rank, WORLD: tl.constex
     total = own
     for source in tl.static_range(WORLD):
         behind = (rank + WORLD - 1 - source) % WORLD  # hops from the source to this rank, minus one
-        there = box + behind * size + tl.cast(place, tl.int64) * HIDDEN + cols
-        part = tl.load(there, mask=inside & (source != rank), other=0).to(tl.float32)
+        addresses = box + behind * size + tl.cast(place, tl.int64) * HIDDEN + cols
+        part = tl.load(addresses, mask=inside & (source != rank), other=0).to(tl.float32)
         part = tl.where(source == rank, own, part)
         if source == 0:
             total = part
@@ -81,7 +81,7 @@ def push_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     epoch = tl.load(state + program)
-    given = given_factor(scales, QUANT)
+    static_factor = given_factor(scales, QUANT)
     slot = (epoch & 1).to(tl.int64)
     blocks = tl.cdiv(m, ROWS)
     turns = tl.cdiv(blocks - program, programs)
@@ -101,8 +101,8 @@ def push_kernel(
                 if TWO:
                     place = block // WORLD * ROWS
                 if (not TWO) | (block % WORLD == peer):
-                    there = translate(box, bases, rank, peer) + (slot * (WORLD - 1) + hop - 1) * size
-                    copy(there + (place - first).to(tl.int64) * HIDDEN, x, first * HIDDEN, end * HIDDEN, BLOCK, ALIGNED)
+                    landing = translate(box, bases, rank, peer) + (slot * (WORLD - 1) + hop - 1) * size
+                    copy(landing + (place - first).to(tl.int64) * HIDDEN, x, first * HIDDEN, end * HIDDEN, BLOCK, ALIGNED)
                     if not LATE:
                         announce(flag_address(flags, rank * blocks_most + block, bases, rank, peer), epoch, TARGET)
         block = (turn - AHEAD) * programs + program
@@ -123,10 +123,10 @@ def push_kernel(
                         short = rounded(total, sums.dtype.element_ty, TARGET)
                         at = (sum_rows + row) * HIDDEN + cols
                         for hop in tl.static_range(1, WORLD):
-                            there = translate(sums, bases, rank, (rank + hop) % WORLD)
-                            tl.store(there + at, short, mask=cols < HIDDEN)
+                            landing = translate(sums, bases, rank, (rank + hop) % WORLD)
+                            tl.store(landing + at, short, mask=cols < HIDDEN)
                     finish(
-                        tl.reshape(total, [1, COLS]), given, factors, row + tl.arange(0, 1), HIDDEN, m, eps,
+                        tl.reshape(total, [1, COLS]), static_factor, factors, row + tl.arange(0, 1), HIDDEN, m, eps,
                         y, new_residual, scales, OFFSET, QUANT, TARGET,
                     )  # fmt: skip
                 if TWO and not LATE:
@@ -142,7 +142,7 @@ def push_kernel(
                     at = (sum_rows + row) * HIDDEN + cols
                     total = tl.load(sums + at, mask=cols < HIDDEN, other=0).to(tl.float32)
                     finish(
-                        tl.reshape(total, [1, COLS]), given, factors, row + tl.arange(0, 1), HIDDEN, m, eps,
+                        tl.reshape(total, [1, COLS]), static_factor, factors, row + tl.arange(0, 1), HIDDEN, m, eps,
                         y, new_residual, scales, OFFSET, QUANT, TARGET,
                     )  # fmt: skip
         if LATE:

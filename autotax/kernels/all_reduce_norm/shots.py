@@ -58,13 +58,13 @@ def clean_rows(
             for start in tl.static_range(0, PART, SENT):
                 inside = (start + lanes < PART) & (first + start + lanes < WIDTH)
                 for hop in tl.static_range(FIRST, WORLD):
-                    there = inbox + (old + (rank + hop) % WORLD) * room + at + start + lanes
-                    clean(there, inside, TARGET)
+                    addresses = inbox + (old + (rank + hop) % WORLD) * room + at + start + lanes
+                    clean(addresses, inside, TARGET)
 
 
 @triton.jit
 def norm_rows(
-    x, residual, weight, new_residual, y, scales, inbox, epoch, given, control, limit, program, programs, rank, m, eps, room,
+    x, residual, weight, new_residual, y, scales, inbox, epoch, static_factor, control, limit, program, programs, rank, m, eps, room,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, SPLIT: tl.constexpr,
     PART: tl.constexpr, HELD: tl.constexpr, COLS: tl.constexpr,
     OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, TARGET: tl.constexpr,
@@ -88,8 +88,8 @@ def norm_rows(
         own = own_numbers(x, at, row_inside, WIDE, TYPE)
         added = tl.zeros([COLS], tl.float32)
         if ADDED:
-            there = residual + row * HIDDEN + cols
-            added = tl.load(there, mask=cols < HIDDEN, other=0).to(tl.float32)
+            addresses = residual + row * HIDDEN + cols
+            added = tl.load(addresses, mask=cols < HIDDEN, other=0).to(tl.float32)
         total = await_sum(
             own, inbox + slot * room + at, room, row_inside, inbox, epoch, apart, control, limit, WORLD, WIDE, TYPE, TARGET
         )
@@ -98,7 +98,7 @@ def norm_rows(
         total = tl.reshape(total, [1, COLS])
         rows = row + tl.arange(0, 1)
         if SPLIT == 1:
-            finish(total, given, factors, rows, HIDDEN, m, eps, y, new_residual, scales, OFFSET, QUANT, TARGET)
+            finish(total, static_factor, factors, rows, HIDDEN, m, eps, y, new_residual, scales, OFFSET, QUANT, TARGET)
         else:
             # The words of this program's part have arrived. Their second load ends before the norm of the row is known, and all that
             # follows is done for this part alone.
@@ -120,7 +120,7 @@ def norm_rows(
                 scale = scale_of_row(short, factor, factors, OFFSET, new_residual.dtype.element_ty, TARGET)
             short = tl.reshape(rounded(part, new_residual.dtype.element_ty, TARGET), [1, HELD * PER])
             store_normed(
-                short, factor, scale, given, by, rows, begin, HIDDEN, m, end, y, new_residual, scales, OFFSET, QUANT, TARGET
+                short, factor, scale, static_factor, by, rows, begin, HIDDEN, m, end, y, new_residual, scales, OFFSET, QUANT, TARGET
             )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def one_shot_kernel(
     epoch = tl.load(state + program)
     before = tl.load(state + programs + program)
     limit = tl.load(control + LIMIT)
-    given = given_factor(scales, QUANT)
+    static_factor = given_factor(scales, QUANT)
     away = distances(bases, rank, WORLD)
     slot = slot_of(epoch, WIDE) * WORLD
     lanes = tl.arange(0, SENT)
@@ -153,11 +153,11 @@ def one_shot_kernel(
             inside = (start + lanes < PART) & (first + start + lanes < WIDTH)
             words = packed(tl.load(x + at + start + lanes, mask=inside, other=0), epoch)
             for hop in tl.static_range(WORLD - 1):
-                there = (inbox.to(tl.int64) + away[hop]).to(inbox.dtype) + (slot + rank) * room
-                store_whole(tl.multiple_of(there + at + start + lanes, (16,)), words, inside, TARGET)
+                landing = (inbox.to(tl.int64) + away[hop]).to(inbox.dtype) + (slot + rank) * room
+                store_whole(tl.multiple_of(landing + at + start + lanes, (16,)), words, inside, TARGET)
     clean_rows(inbox, epoch, before, program, programs, rank, room, 1, WORLD, WIDE, WIDTH, SPLIT, PART, SENT, TARGET)
     norm_rows(
-        x, residual, weight, new_residual, y, scales, inbox, epoch, given, control, limit, program, programs, rank, m, eps, room,
+        x, residual, weight, new_residual, y, scales, inbox, epoch, static_factor, control, limit, program, programs, rank, m, eps, room,
         WORLD, WIDE, TYPE, WIDTH, HIDDEN, SPLIT, PART, HELD, COLS, OFFSET, QUANT, ADDED, TARGET,
     )  # fmt: skip
     tl.debug_barrier()  # all threads have read the state
@@ -227,9 +227,9 @@ def bring(row, HIDDEN: tl.constexpr, COLS: tl.constexpr, TARGET: tl.constexpr):
     if TARGET == "cuda":
         LINE: tl.constexpr = 64
         at = tl.arange(0, COLS // LINE if COLS > LINE else 1) * LINE
-        there = (row + tl.minimum(at, HIDDEN - 1)).to(tl.int64)
+        addresses = (row + tl.minimum(at, HIDDEN - 1)).to(tl.int64)
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1];\nmov.u32 $0, 0;", "=r,l", [there], dtype=tl.int32, is_pure=False, pack=1
+            "prefetch.global.L2 [$1];\nmov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
         )
 
 
@@ -238,11 +238,11 @@ def streamed(b, col, at, n, k, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: 
     """`load_tile` by pointers, for elements that are read once. WHOLE: no block reaches beyond the matrix."""
     r = col + tl.arange(0, ROWS)
     c = at + tl.arange(0, COLS)
-    there = tl.multiple_of(b + r.to(tl.int64)[:, None] * k + c[None, :], (2, ALIGNED * 2))
+    addresses = tl.multiple_of(b + r.to(tl.int64)[:, None] * k + c[None, :], (2, ALIGNED * 2))
     if WHOLE:
-        return tl.load(there, eviction_policy=EVICT)
+        return tl.load(addresses, eviction_policy=EVICT)
     else:  # noqa: RET505 - decided when compiled
-        return tl.load(there, mask=(r < n)[:, None] & (c < k)[None, :], other=0.0, eviction_policy=EVICT)
+        return tl.load(addresses, mask=(r < n)[:, None] & (c < k)[None, :], other=0.0, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -281,7 +281,7 @@ def fused_kernel(
     epoch = tl.load(state + program)
     before = tl.load(state + programs + program)
     limit = tl.load(control + LIMIT)
-    given = given_factor(scales, QUANT)
+    static_factor = given_factor(scales, QUANT)
     away = distances(bases, rank, WORLD)
     if program == m:
         bring(weight, HIDDEN, COLS, TARGET)
@@ -302,12 +302,12 @@ def fused_kernel(
         inside = (row < m) & (word < WIDTH)
         here = mine + row.to(tl.int64) * WIDTH + word
         for hop in tl.static_range(WORLD):  # the last is this rank
-            there = (here.to(tl.int64) + away[hop]).to(inbox.dtype)
-            store_whole(tl.multiple_of(there, (16,)), words, inside, TARGET)
+            addresses = (here.to(tl.int64) + away[hop]).to(inbox.dtype)
+            store_whole(tl.multiple_of(addresses, (16,)), words, inside, TARGET)
     # Here rather than at the start: the product need not wait for the number of the call.
     clean_rows(inbox, epoch, before, program, programs, rank, room, 0, WORLD, WIDE, WIDTH, SPLIT, PART, SENT, TARGET)
     norm_rows(
-        None, residual, weight, new_residual, y, scales, inbox, epoch, given, control, limit, program, programs, rank, m, eps, room,
+        None, residual, weight, new_residual, y, scales, inbox, epoch, static_factor, control, limit, program, programs, rank, m, eps, room,
         WORLD, WIDE, TYPE, WIDTH, HIDDEN, SPLIT, PART, HELD, COLS, OFFSET, QUANT, ADDED, TARGET,
     )  # fmt: skip
     tl.debug_barrier()  # all threads have read the state
@@ -376,7 +376,7 @@ def two_shot_kernel(
     epoch = tl.load(state + program)
     before = tl.load(state + programs + program)
     limit = tl.load(control + LIMIT)
-    given = given_factor(scales, QUANT)
+    static_factor = given_factor(scales, QUANT)
     away = distances(bases, rank, WORLD)
     slot = slot_of(epoch, WIDE)
     PER: tl.constexpr = HIDDEN // WIDTH
@@ -387,15 +387,15 @@ def two_shot_kernel(
             first = (rank + 1 + hop) % WORLD * OWN
             inside = (lanes < OWN) & (first + lanes < WIDTH)
             data = tl.load(x + tl.cast(row, tl.int64) * WIDTH + first + lanes, mask=inside, other=0)
-            there = (partials.to(tl.int64) + away[hop]).to(partials.dtype) + (slot * WORLD + rank) * room
-            there = there + tl.cast(row, tl.int64) * OWN + lanes
-            store_whole(tl.multiple_of(there, (16,)), packed(data, epoch), inside, TARGET)
+            addresses = (partials.to(tl.int64) + away[hop]).to(partials.dtype) + (slot * WORLD + rank) * room
+            addresses = addresses + tl.cast(row, tl.int64) * OWN + lanes
+            store_whole(tl.multiple_of(addresses, (16,)), packed(data, epoch), inside, TARGET)
     if WIDE:
         old = slot_of(epoch - 1, WIDE)
         for row in tl.range(program, before, programs, num_stages=1):
-            there = partials + old * WORLD * room + tl.cast(row, tl.int64) * OWN + lanes
+            addresses = partials + old * WORLD * room + tl.cast(row, tl.int64) * OWN + lanes
             for hop in tl.static_range(1, WORLD):
-                clean(there + (rank + hop) % WORLD * room, lanes < OWN, TARGET)
+                clean(addresses + (rank + hop) % WORLD * room, lanes < OWN, TARGET)
             clean(sums + old * sum_room + tl.cast(row, tl.int64) * WIDTH + word, word < WIDTH, TARGET)
     begin = rank * OWN
     cols = begin * PER + tl.arange(0, TAKEN * PER)
@@ -407,23 +407,23 @@ def two_shot_kernel(
         if ADDED:
             mask = (cols < begin * PER + OWN * PER) & (cols < HIDDEN)
             added = tl.load(residual + at * HIDDEN + cols, mask=mask, other=0).to(tl.float32)
-        there = partials + slot * WORLD * room + at * OWN + lanes
-        total = await_sum(own, there, room, own_inside, partials, epoch, rank, control, limit, WORLD, WIDE, TYPE, TARGET)
+        addresses = partials + slot * WORLD * room + at * OWN + lanes
+        total = await_sum(own, addresses, room, own_inside, partials, epoch, rank, control, limit, WORLD, WIDE, TYPE, TARGET)
         if ADDED:
             total += added
         words = packed_numbers(total, epoch, WIDE, TYPE, TARGET)
         for hop in tl.static_range(WORLD):
-            there = (sums.to(tl.int64) + away[hop]).to(sums.dtype) + slot * sum_room + at * WIDTH + begin + lanes
-            store_whole(tl.multiple_of(there, (16,)), words, own_inside, TARGET)
+            addresses = (sums.to(tl.int64) + away[hop]).to(sums.dtype) + slot * sum_room + at * WIDTH + begin + lanes
+            store_whole(tl.multiple_of(addresses, (16,)), words, own_inside, TARGET)
     every = tl.arange(0, COLS)
     factors = tl.load(weight + every, mask=every < HIDDEN, other=0).to(tl.float32)
     later = 2 * limit  # a wait for partial sums times out first, and its note names the late rank
     for row in tl.range(program, m, programs, num_stages=1):
-        there = sums + slot * sum_room + tl.cast(row, tl.int64) * WIDTH + word
-        words = await_row(there, word < WIDTH, sums, epoch, control, later, OWN, WIDE, TARGET)
+        addresses = sums + slot * sum_room + tl.cast(row, tl.int64) * WIDTH + word
+        words = await_row(addresses, word < WIDTH, sums, epoch, control, later, OWN, WIDE, TARGET)
         total = numbers(words, WIDE, TYPE)
         rows = row + tl.arange(0, 1)
-        finish(tl.reshape(total, [1, COLS]), given, factors, rows, HIDDEN, m, eps, y, new_residual, scales, OFFSET, QUANT, TARGET)
+        finish(tl.reshape(total, [1, COLS]), static_factor, factors, rows, HIDDEN, m, eps, y, new_residual, scales, OFFSET, QUANT, TARGET)
     tl.debug_barrier()  # all threads have read the state
     tl.store(state + program, epoch + 1)
     tl.store(state + programs + program, m)

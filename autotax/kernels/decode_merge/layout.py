@@ -140,11 +140,11 @@ def load_partial(
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     row = first + g
-    there = (g < GROUP) & (row < rows)
+    valid = (g < GROUP) & (row < rows)
     at = lse + (row // heads).to(tl.int64) * lse_token + (row % heads).to(tl.int64) * lse_head
-    sums = tl.load(at, mask=there, other=float("-inf"))
+    sums = tl.load(at, mask=valid, other=float("-inf"))
     tile = tl.load(
-        o + row.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], mask=there[:, None] & (d < HEAD_DIM)[None, :], other=0.0
+        o + row.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], mask=valid[:, None] & (d < HEAD_DIM)[None, :], other=0.0
     )
     if BASE_E:
         sums = sums * 1.4426950408889634

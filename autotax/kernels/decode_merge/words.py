@@ -129,5 +129,5 @@ class Compact(AtOnce):
         super().__init__(problem, config, context, _chunk_of(problem.world_size, config["rows"], width, threads))
         shape = 2, problem.world_size, self.layout.arriving
         self.memory: tuple[Tensor, ...] = tuple(
-            context.heap.zeros((*shape, each), torch.int64) for each in (ceil_div(dim, 4), 2 * parts)
+            context.heap.zeros((*shape, columns), torch.int64) for columns in (ceil_div(dim, 4), 2 * parts)
         )

@@ -66,8 +66,8 @@ def store_rows(o, out, at, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G:
     # The base pointer may come from an integer, whose alignment Triton does not know. Without this hint the stores would be
     # narrow.
     width: tl.constexpr = 16 if (HEAD_DIM * size) % 16 == 0 else size
-    there = tl.multiple_of(out + at[:, None] * HEAD_DIM + d[None, :], (size, width))
-    tl.store(there, o.to(out.dtype.element_ty), mask=inside)
+    addresses = tl.multiple_of(out + at[:, None] * HEAD_DIM + d[None, :], (size, width))
+    tl.store(addresses, o.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -89,10 +89,10 @@ def store_packed(
     w = tl.arange(0, BLOCK_D // 4)
     h = tl.arange(0, MINE)
     # The base pointers may come from integers: see `attention.store_rows`.
-    there = tl.multiple_of(words + row[:, None] * WORDS + w[None, :], (8, 16 if WORDS % 2 == 0 else 8))
-    store_whole(there, packed, (g < GROUP)[:, None] & (w < WORDS)[None, :], TARGET)
-    there = tl.multiple_of(heads + row[:, None] * HEADS_A_ROW + h[None, :], (8, 16))
-    store_whole(there, tl.broadcast_to(head[:, None], [BLOCK_G, MINE]), (g < GROUP)[:, None] & (h < MINE)[None, :], TARGET)
+    addresses = tl.multiple_of(words + row[:, None] * WORDS + w[None, :], (8, 16 if WORDS % 2 == 0 else 8))
+    store_whole(addresses, packed, (g < GROUP)[:, None] & (w < WORDS)[None, :], TARGET)
+    addresses = tl.multiple_of(heads + row[:, None] * HEADS_A_ROW + h[None, :], (8, 16))
+    store_whole(addresses, tl.broadcast_to(head[:, None], [BLOCK_G, MINE]), (g < GROUP)[:, None] & (h < MINE)[None, :], TARGET)
 
 
 @triton.jit
@@ -288,11 +288,11 @@ class Compact(DecodeKernel):
         threads = threads_of(context, config["num_warps"])
         world, arriving, part = problem.world_size, shapes.arriving, shapes.attend["BLOCK_D"] // parts
         # Zeros carry the tag of call 0. Calls start at 1, so they never match.
-        self.splits = [context.empty((splits, rows, each), torch.int64).zero_() for each in (ceil_div(dim, 4), 2 * parts)]
-        self.inbox = [context.heap.zeros((2, world, arriving, each), torch.int64) for each in (ceil_div(dim, 4), 2 * parts)]
+        self.splits = [context.empty((splits, rows, columns), torch.int64).zero_() for columns in (ceil_div(dim, 4), 2 * parts)]
+        self.inbox = [context.heap.zeros((2, world, arriving, columns), torch.int64) for columns in (ceil_div(dim, 4), 2 * parts)]
         room = config["per_processor"] * context.processors
-        wanted = max(shapes.items * splits, rows // shapes.heads * parts)
-        self.programs = 1 if context.interpreted else min(room, wanted)
+        useful = max(shapes.items * splits, rows // shapes.heads * parts)
+        self.programs = 1 if context.interpreted else min(room, useful)
         self.epochs = context.empty((self.programs,), torch.int32).fill_(1)
         early = context.hardware.launches_overlap
         self.options = all_resident(context)

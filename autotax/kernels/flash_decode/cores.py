@@ -186,13 +186,13 @@ def attend_by_block(
             # Loads the page number of the next step: if keys waited for a load of the same step, the pipeline would be half as
             # deep.
             page = page_of(table, at + BLOCK_S, s, end, PAGE, BLOCK_S)
-        there = inside_of(token, first, end, starts)
-        inside = there[:, None]
+        valid = inside_of(token, first, end, starts)
+        inside = valid[:, None]
         if HEAD_DIM != BLOCK_D:
             inside = inside & (d < HEAD_DIM)[None, :]
         keys = load_cached(k, offsets, inside, query.dtype, TARGET)
         scores = dot(query, keys.T, tl.zeros([BLOCK_G, BLOCK_S], tl.float32), TARGET) * scale
-        seen = there[None, :]
+        seen = valid[None, :]
         if QUERIES > 1:
             seen = seen & (token[None, :] < ends[:, None])
             if starts is not None:
@@ -283,13 +283,13 @@ def attend_by_head(
             # deep.
             page = page_of(table, at + BLOCK_S, s, end, PAGE, BLOCK_S)
         token = at + s
-        there = inside_of(token, first_seen, end, starts)[None, :] & (h >= 0)[:, None]
-        inside = there[:, :, None]
+        valid = inside_of(token, first_seen, end, starts)[None, :] & (h >= 0)[:, None]
+        inside = valid[:, :, None]
         if HEAD_DIM != BLOCK_D:
             inside = inside & (d < HEAD_DIM)[None, None, :]
         keys = load_cached(k + block, first[:, :, None] + d[None, None, :], inside, query.dtype, TARGET)
         scores = dot(keys, query, tl.zeros([HEADS, BLOCK_S, COLUMNS], tl.float32), TARGET) * factor[:, None, :]
-        seen = there[:, :, None]
+        seen = valid[:, :, None]
         if QUERIES > 1:
             seen = seen & (token[None, :, None] < ends[None, None, :])
             if starts is not None:
@@ -302,13 +302,13 @@ def attend_by_head(
         weights = tl.exp2(scores - base[:, None, :])
         shrink = (tl.exp2(top - base - LIFT) if HALF else tl.exp2(top - base))[:, None, :]
         if PAIRS:
-            evens, odds = load_in_halves(v + block, first, there, HEAD_DIM, BLOCK_D, TARGET)
+            evens, odds = load_in_halves(v + block, first, valid, HEAD_DIM, BLOCK_D, TARGET)
             rounded = weights if TARGET == "interpreter" else weights.to(tl.float16)
             even = dot(evens, rounded, even * shrink, TARGET)
             odd = dot(odds, rounded, odd * shrink, TARGET)
         else:
             # The addresses transpose the tile: Triton would not prefetch a tile that is transposed after its load.
-            inside_across = there[:, None, :]
+            inside_across = valid[:, None, :]
             if HEAD_DIM != BLOCK_D:
                 inside_across = inside_across & (d < HEAD_DIM)[None, :, None]
             values = load_cached(v + block, first[:, None, :] + d[None, :, None], inside_across, query.dtype, TARGET)
@@ -389,14 +389,14 @@ def attend_by_warp(
             # Loads the page number of the next step: if keys waited for a load of the same step, the pipeline would be half as
             # deep.
             page = page_of(table, at + BLOCK_S, s, end, PAGE, BLOCK_S)
-        there = inside_of(token, first_seen, end, starts)
-        inside, inside_across = there[:, :, None], there[:, None, :]
+        valid = inside_of(token, first_seen, end, starts)
+        inside, inside_across = valid[:, :, None], valid[:, None, :]
         if HEAD_DIM != BLOCK_D:
             inside = inside & (d < HEAD_DIM)[None, None, :]
             inside_across = inside_across & (d < HEAD_DIM)[None, :, None]
         keys = load_cached(k, first[:, :, None] + d[None, None, :], inside, query.dtype, TARGET)
         scores = dot(keys, query, tl.zeros([WARPS, PART, BLOCK_G], tl.float32), TARGET) * scale
-        seen = there[:, :, None]
+        seen = valid[:, :, None]
         if QUERIES > 1:
             seen = seen & (token[:, :, None] < ends[None, None, :])
             if starts is not None:
@@ -409,7 +409,7 @@ def attend_by_warp(
         weights = tl.exp2(scores - base[:, None, :])
         shrink = tl.exp2(top - base - LIFT) if HALF else tl.exp2(top - base)
         if PAIRS:
-            evens, odds = load_in_halves(v, first, there, HEAD_DIM, BLOCK_D, TARGET)
+            evens, odds = load_in_halves(v, first, valid, HEAD_DIM, BLOCK_D, TARGET)
             rounded = weights if TARGET == "interpreter" else weights.to(tl.float16)
             even = dot(evens, rounded, even * shrink[:, None, :], TARGET)
             odd = dot(odds, rounded, odd * shrink[:, None, :], TARGET)

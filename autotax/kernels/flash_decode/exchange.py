@@ -138,8 +138,8 @@ def store_words(
     g = tl.arange(0, BLOCK_G)
     w = tl.arange(0, BLOCK_W)
     # The base pointer comes from an integer: see `attention.store_rows`.
-    there = tl.multiple_of(out + at[:, None] * WORDS + w[None, :], (8, 16 if WORDS % 2 == 0 else 8))
-    store_whole(there, pack_rows(o, lse, epoch, PAYLOAD, BLOCK_G, BLOCK_D), (g < GROUP)[:, None] & (w < WORDS)[None, :], TARGET)
+    addresses = tl.multiple_of(out + at[:, None] * WORDS + w[None, :], (8, 16 if WORDS % 2 == 0 else 8))
+    store_whole(addresses, pack_rows(o, lse, epoch, PAYLOAD, BLOCK_G, BLOCK_D), (g < GROUP)[:, None] & (w < WORDS)[None, :], TARGET)
 
 
 @triton.jit
@@ -165,13 +165,13 @@ def merge_words(
         high = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
     for block in tl.range(0, PIECES, CHUNK, num_stages=1):
         piece = block + tl.arange(0, CHUNK)
-        there = (piece < PIECES)[:, None, None] & (g < GROUP)[None, :, None]
+        valid = (piece < PIECES)[:, None, None] & (g < GROUP)[None, :, None]
         row = first + piece.to(tl.int64)[:, None, None] * rows + g[None, :, None]
-        inside = there & (w < WORDS)[None, None, :]
+        inside = valid & (w < WORDS)[None, None, :]
         words = poll(
             words_in + row * WORDS + w[None, None, :], inside, words_in, epoch, piece, rank, control, limit, FROM_RANKS, PAYLOAD, TARGET
         )  # fmt: skip
-        lse = tl.where(there, lse_of(words, PAYLOAD), float("-inf"))
+        lse = tl.where(valid, lse_of(words, PAYLOAD), float("-inf"))
         new_top = tl.maximum(top, tl.max(lse, 0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(lse - base[None, :, :])

@@ -97,8 +97,8 @@ class Resident(DecodeKernel):
         self.splits = context.empty((splits, rows, dim), torch.int64).zero_()
         self.inbox = context.heap.zeros((2, problem.world_size, shapes.arriving, dim), torch.int64)
         room = config["per_processor"] * context.processors
-        wanted = max(shapes.items * splits, rows // shapes.heads * parts)
-        self.programs = 1 if context.interpreted else min(room, wanted)
+        useful = max(shapes.items * splits, rows // shapes.heads * parts)
+        self.programs = 1 if context.interpreted else min(room, useful)
         self.epochs = context.empty((self.programs,), torch.int32).fill_(1)
         early = context.hardware.launches_overlap
         self.options = all_resident(context)

@@ -93,13 +93,13 @@ class DecodeBase(Kernel[FlashDecode]):
     def inputs_of(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], Tensor]:
         """q, k, v, lengths, and block table, starts, scales and sinks or None; the output."""
         problem = self.problem
-        *given, out = tensors
-        more = iter(given[4:])
-        asked = (problem.page > 0, problem.window > 0, problem.kv_dtype != "same", problem.sinks == "learned")
-        optional = [next(more) if there else None for there in asked]
+        *inputs, out = tensors
+        more = iter(inputs[4:])
+        features = (problem.page > 0, problem.window > 0, problem.kv_dtype != "same", problem.sinks == "learned")
+        optional = [next(more) if present else None for present in features]
         if self.no_sinks is not None:
             optional[-1] = self.no_sinks
-        return [*given[:4], *optional], out
+        return [*inputs[:4], *optional], out
 
 
 class DecodeKernel(DecodeBase):

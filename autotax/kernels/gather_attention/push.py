@@ -77,14 +77,14 @@ def reaches(
 
     The windows of a later chunk reach the last tokens of a chunk: see `GatherAttention.parts`.
     """
-    found = end < 0
+    reached = end < 0
     for of_keys in tl.static_range(CHUNKS):
         for of_queries in tl.static_range(CHUNKS):
             later = number_of(reader, of_queries, WORLD) - number_of(source, of_keys, WORLD)
             hidden = tl.maximum(later * length - WINDOW + 1, 0)
             inside = (end > of_keys * length + hidden) & (first < of_keys * length + length)
-            found = found | (inside & (later > 0) & (hidden < length))
-    return found
+            reached = reached | (inside & (later > 0) & (hidden < length))
+    return reached
 
 
 @triton.jit

@@ -59,14 +59,14 @@ def send_rows(
 
 @triton.jit(do_not_specialize=["rank", "slot", "added"])
 def add_kernel(
-    out, bias, residual, added, box, sums, counts, told, arrived, sum_flags, bases, control, rank, slot, m, n, rows, room, high,
+    out, bias, residual, added, box, sums, counts, raised, arrived, sum_flags, bases, control, rank, slot, m, n, rows, room, high,
     WORLD: tl.constexpr, REPLICATED: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Adds up this rank's rows, piece by piece. Each piece waits for the other ranks' flags [piece of `high` rows, source]."""
     epoch = tl.load(control + EPOCH) - 1  # `open_slot` has already advanced the epoch
     across = tl.cdiv(n, COLS)
-    there = tl.maximum(tl.minimum(rows, m - rank * rows), 0)
+    own_rows = tl.maximum(tl.minimum(rows, m - rank * rows), 0)
     for piece in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0), num_stages=1):
         row = piece // across * ROWS
         col = piece % across * COLS
@@ -74,7 +74,7 @@ def add_kernel(
             source = (rank + WORLD - hop) % WORLD
             index = row // high * WORLD + source
             wait(arrived + index, epoch, source, index, control, TARGET)
-        total = sum_of_ranks(box, slot, row, there, col, n, room, bases, rank, WORLD, False, ROWS, COLS, ALIGNED)
+        total = sum_of_ranks(box, slot, row, own_rows, col, n, room, bases, rank, WORLD, False, ROWS, COLS, ALIGNED)
         store_sum(
             total, out, bias, residual, added, sums, slot, row, col, m, n, rows, room, bases, rank,
             WORLD, REPLICATED, ROWS, COLS, ALIGNED, TARGET,
@@ -82,7 +82,7 @@ def add_kernel(
         if REPLICATED:
             line = row // LINE
             need = tl.cdiv(tl.minimum(LINE, rows - line * LINE), ROWS) * across
-            tell_sums(line, need, counts, told, sum_flags, bases, rank, epoch, tl.cdiv(room, LINE), WORLD, TARGET)
+            tell_sums(line, need, counts, raised, sum_flags, bases, rank, epoch, tl.cdiv(room, LINE), WORLD, TARGET)
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "added"])
@@ -109,7 +109,7 @@ class Decomposed(Adding):
         lines = ceil_div(self.room, LINE)
         self.arrived, self.begun = context.flags(self.pieces * world).view(self.pieces, world), context.flags(world)
         self.sum_flags = context.flags(world * lines)
-        self.counts, self.told, self.sent, self.ticket = (
+        self.counts, self.raised, self.sent, self.ticket = (
             context.empty((size,), torch.int32).zero_() for size in (lines, lines, self.pieces * world, 1)
         )
         self.staging = context.empty((1 if self.sender == "product" else world * self.room, n), dtype)
@@ -177,7 +177,7 @@ class Decomposed(Adding):
         bases, grid = context.heap.bases, (context.processors,)
         context.launch(
             add_kernel, grid,
-            out, *added, self.box, self.sums, self.counts, self.told, self.arrived, self.sum_flags, bases, self.control,
+            out, *added, self.box, self.sums, self.counts, self.raised, self.arrived, self.sum_flags, bases, self.control,
             context.rank, slot, *sizes, self.height, REPLICATED=replicated, **self.constants,
         )  # fmt: skip
         if replicated:

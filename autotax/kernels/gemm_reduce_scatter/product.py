@@ -86,15 +86,15 @@ def rounded(block, TYPE: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def store_rows(
-    there, block, row, row_end, col, n, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr
+    matrix, block, row, row_end, col, n, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr
 ):  # fmt: skip
-    """there[row:row_end, col:n] = block in the type of `there`. It is row-major with n columns, a multiple of ALIGNED."""
+    """matrix[row:row_end, col:n] = block in the type of `matrix`. It is row-major with n columns, a multiple of ALIGNED."""
     r = row + tl.arange(0, ROWS)
     c = col + tl.arange(0, COLS)
-    size: tl.constexpr = there.dtype.element_ty.primitive_bitwidth // 8
+    size: tl.constexpr = matrix.dtype.element_ty.primitive_bitwidth // 8
     # The base comes from an integer. Without the alignment hint the stores would be two bytes wide.
-    at = tl.multiple_of(there + r.to(tl.int64)[:, None] * n + c[None, :], (size, ALIGNED * size))
-    tl.store(at, rounded(block, there.dtype.element_ty, TARGET), mask=(r < row_end)[:, None] & (c < n)[None, :])
+    at = tl.multiple_of(matrix + r.to(tl.int64)[:, None] * n + c[None, :], (size, ALIGNED * size))
+    tl.store(at, rounded(block, matrix.dtype.element_ty, TARGET), mask=(r < row_end)[:, None] & (c < n)[None, :])
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def place_of(slot, owner, source, room, n, WORLD: tl.constexpr, PULL: tl.constex
 
 
 @triton.jit
-def tell(where, counts, told, flags, bases, rank, epoch, n_tiles, most_blocks, TILES: tl.constexpr, TARGET: tl.constexpr):
+def tell(where, counts, raised, flags, bases, rank, epoch, n_tiles, most_blocks, TILES: tl.constexpr, TARGET: tl.constexpr):
     """Counts a stored tile. For the last of a flag's tiles it raises the flag [source, most_blocks, groups] at the owner.
 
     `where` is (owner * most_blocks + row of tiles) * n_tiles + tile of the row.
@@ -117,17 +117,17 @@ def tell(where, counts, told, flags, bases, rank, epoch, n_tiles, most_blocks, T
     index = (rank * most_blocks + line % most_blocks) * groups + group
     mine = line * groups + group
     if TILES == 1:
-        before = tl.atomic_xchg(told + mine, epoch, sem="relaxed", scope="gpu")
+        before = tl.atomic_xchg(raised + mine, epoch, sem="relaxed", scope="gpu")
         signal(flag_address(flags, index, bases, rank, owner), epoch - before, TARGET, "sys")
     else:
         if count(counts + mine, TARGET, "sys") == tl.minimum(TILES, n_tiles - group * TILES) - 1:
             tl.store(counts + mine, 0)
-            before = tl.atomic_xchg(told + mine, epoch, sem="relaxed", scope="gpu")
+            before = tl.atomic_xchg(raised + mine, epoch, sem="relaxed", scope="gpu")
             signal(flag_address(flags, index, bases, rank, owner), epoch - before, TARGET, "sys")
 
 
 @triton.jit
-def tell_flat(where, told, flags, bases, rank, epoch, n_tiles, most_blocks):
+def tell_flat(where, raised, flags, bases, rank, epoch, n_tiles, most_blocks):
     """`tell` for CUDA with one flag per tile, in a flattened loop: a `debug_barrier` would keep Triton from pipelining it.
 
     The compiled code passes the result of the exchange to all threads behind a barrier. This barrier comes after the stores of
@@ -136,13 +136,13 @@ def tell_flat(where, told, flags, bases, rank, epoch, n_tiles, most_blocks):
     line = where // n_tiles
     owner = line // most_blocks
     index = (rank * most_blocks + line % most_blocks) * n_tiles + where % n_tiles
-    before = tl.atomic_xchg(told + where, epoch, sem="relaxed", scope="gpu")
+    before = tl.atomic_xchg(raised + where, epoch, sem="relaxed", scope="gpu")
     tl.atomic_add(flag_address(flags, index, bases, rank, owner), epoch - before, sem="release", scope="sys")
 
 
 @triton.jit
 def multiply_and_send(
-    a, b, box, partials, finished, counts, told, flags, bases, rank, epoch, worker, workers, m, n, k, rows, room,
+    a, b, box, partials, finished, counts, raised, flags, bases, rank, epoch, worker, workers, m, n, k, rows, room,
     WORLD: tl.constexpr, PULL: tl.constexpr, KN: tl.constexpr, INTERLEAVED: tl.constexpr, LATE: tl.constexpr, FLAT: tl.constexpr,
     TILES: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TMA: tl.constexpr, ALIGNED_K: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
@@ -179,16 +179,16 @@ def multiply_and_send(
             acc, a, owner * rows + row, m, b, col, n, k, start, end,
             KN, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED_K, ALIGNED_N, TARGET,
         )  # fmt: skip
-        there = box + place_of(slot, owner, rank, room, n, WORLD, PULL)
+        destination = box + place_of(slot, owner, rank, room, n, WORLD, PULL)
         if not PULL:
-            there = translate(there, bases, rank, owner)
+            destination = translate(destination, bases, rank, owner)
         where = (owner * most_blocks + row // BLOCK_M) * n_tiles + place % n_tiles
         if LATE:
             if untold >= 0:
                 if FLAT:
-                    tell_flat(untold, told, flags, bases, rank, epoch, n_tiles, most_blocks)
+                    tell_flat(untold, raised, flags, bases, rank, epoch, n_tiles, most_blocks)
                 else:
-                    tell(untold, counts, told, flags, bases, rank, epoch, n_tiles, most_blocks, TILES, TARGET)
+                    tell(untold, counts, raised, flags, bases, rank, epoch, n_tiles, most_blocks, TILES, TARGET)
             untold = -1
         complete = item >= 0
         if SPLITS > 1:
@@ -200,16 +200,16 @@ def multiply_and_send(
                     height: tl.constexpr = SUM_ROWS if SUM_ROWS < BLOCK_M else BLOCK_M
                     for first in tl.range(0, BLOCK_M, height, num_stages=1):
                         total = part_of_tile(parts, first, SPLITS, height, BLOCK_M, BLOCK_N)
-                        store_rows(there, total, row + first, rows, col, n, height, BLOCK_N, ALIGNED_N, TARGET)
+                        store_rows(destination, total, row + first, rows, col, n, height, BLOCK_N, ALIGNED_N, TARGET)
             else:
-                store_rows(there, acc, row, rows, col, n, BLOCK_M, BLOCK_N, ALIGNED_N, TARGET)
+                store_rows(destination, acc, row, rows, col, n, BLOCK_M, BLOCK_N, ALIGNED_N, TARGET)
         else:
-            store_rows(there, acc, row, rows, col, n, BLOCK_M, BLOCK_N, ALIGNED_N, TARGET)
+            store_rows(destination, acc, row, rows, col, n, BLOCK_M, BLOCK_N, ALIGNED_N, TARGET)
         if complete:
             if LATE:
                 untold = where
             else:
-                tell(where, counts, told, flags, bases, rank, epoch, n_tiles, most_blocks, TILES, TARGET)
+                tell(where, counts, raised, flags, bases, rank, epoch, n_tiles, most_blocks, TILES, TARGET)
     if LATE:
         if untold >= 0:
-            tell(untold, counts, told, flags, bases, rank, epoch, n_tiles, most_blocks, TILES, TARGET)
+            tell(untold, counts, raised, flags, bases, rank, epoch, n_tiles, most_blocks, TILES, TARGET)

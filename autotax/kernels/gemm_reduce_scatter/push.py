@@ -43,8 +43,8 @@ class Workspace:
         self.box = context.heap.alloc((2, world, self.room, problem.n), wire)
         self.sums = context.heap.alloc((2, world, self.room, problem.n) if replicated else (8,), dtype)
         self.flags, self.sum_flags = context.flags(count), context.flags(world * blocks)
-        self.counts, self.told = (context.empty((count,), torch.int32).zero_() for _ in range(2))
-        self.sum_counts, self.sum_told = (context.empty((blocks,), torch.int32).zero_() for _ in range(2))
+        self.counts, self.raised = (context.empty((count,), torch.int32).zero_() for _ in range(2))
+        self.sum_counts, self.sum_raised = (context.empty((blocks,), torch.int32).zero_() for _ in range(2))
         splits = config["splits"]
         cut = 0 if splits == 1 else context.processors - 1
         self.partials = context.empty((max(1, cut * splits), tiles.block_m, tiles.block_n), torch.float32)
@@ -60,7 +60,7 @@ class Workspace:
     def tensors(self) -> list[Tensor]:
         """The arguments of a kernel, in the order of `push_kernel`."""
         return [
-            self.box, self.sums, self.partials, self.finished, self.counts, self.told, self.sum_counts, self.sum_told,
+            self.box, self.sums, self.partials, self.finished, self.counts, self.raised, self.sum_counts, self.sum_raised,
             self.flags, self.sum_flags,
         ]  # fmt: skip
 
@@ -73,7 +73,7 @@ class Workspace:
 
 @triton.jit(do_not_specialize=["rank", "added"])
 def push_kernel(
-    a, b, out, bias, residual, added, box, sums, partials, finished, counts, told, sum_counts, sum_told, flags, sum_flags, bases, control, patient,
+    a, b, out, bias, residual, added, box, sums, partials, finished, counts, raised, sum_counts, sum_raised, flags, sum_flags, bases, control, patient,
     rank, m, n, k, rows, room,
     WORLD: tl.constexpr, REPLICATED: tl.constexpr, PULL: tl.constexpr, KN: tl.constexpr, INTERLEAVED: tl.constexpr, ADDERS: tl.constexpr,
     LATE: tl.constexpr, FLAT: tl.constexpr, TILES: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -86,13 +86,13 @@ def push_kernel(
     workers = programs - ADDERS
     if program < workers:
         multiply_and_send(
-            a, b, box, partials, finished, counts, told, flags, bases, rank, epoch, program, workers, m, n, k, rows, room,
+            a, b, box, partials, finished, counts, raised, flags, bases, rank, epoch, program, workers, m, n, k, rows, room,
             WORLD, PULL, KN, INTERLEAVED, LATE, FLAT, TILES, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED_K, ALIGNED_N, TARGET,
         )  # fmt: skip
     # The interpreter runs programs one after another, so there only the last program does the work that waits.
     if (TARGET != "interpreter") | (program == programs - 1):
         add_up(
-            out, bias, residual, added, box, sums, sum_counts, sum_told, flags, sum_flags, bases, control, rank, epoch, m, n, rows, room,
+            out, bias, residual, added, box, sums, sum_counts, sum_raised, flags, sum_flags, bases, control, rank, epoch, m, n, rows, room,
             WORLD, PULL, REPLICATED, TILES, GROUP_M, BLOCK_M, BLOCK_N, ROWS, COLS, ALIGNED_N, TARGET,
         )  # fmt: skip
         if REPLICATED:

@@ -6,7 +6,7 @@ staged parts in the owner's inbox (TMA). When all of a tile is written there, it
 
 Pieces of this rank's rows are distributed over the four adding warps of all programs, in the order in which tiles arrive. A poll
 takes a microsecond, so a separate warp polls. It waits for the flags of all ranks and signals the adders through the barrier
-`there`. It runs at most one piece ahead (`taken`). See docs/memory-model.md for why every wait ends.
+`landed`. It runs at most one piece ahead (`taken`). See docs/memory-model.md for why every wait ends.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def piece_at(piece, m_tiles, n_tiles, GROUP_M: gl.constexpr, HIGH: gl.constexpr)
 
 
 @gluon.jit
-def poll_tiles(flags, epoch, control, there, taken, share, WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, TARGET: gl.constexpr):
+def poll_tiles(flags, epoch, control, landed, taken, share, WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, TARGET: gl.constexpr):
     """The poller: for each piece, waits until the tiles of all ranks have arrived."""
     _, _, _, _, m_tiles, n_tiles = share
     turn = 0
@@ -187,13 +187,13 @@ def poll_tiles(flags, epoch, control, there, taken, share, WORLD: gl.constexpr, 
         while ready < WORLD:
             ready += wait_first(flags, (block * n_tiles + tile) * WORLD + ready, WORLD - ready, ready, epoch, control, 1, TARGET)
         mbarrier.wait(taken, (turn & 1) ^ 1)
-        mbarrier.arrive(there)
+        mbarrier.arrive(landed)
         turn += 1  # noqa: SIM113
 
 
 @gluon.jit
 def add_tiles(
-    out, bias, residual, added, box, room, n, m, epoch, there, taken, share,
+    out, bias, residual, added, box, room, n, m, epoch, landed, taken, share,
     WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """The adders: add in float32 and in the order of the ranks. `box` is [2, WORLD, room, n], n a multiple of 8."""
@@ -207,7 +207,7 @@ def add_tiles(
         c = tile * WIDE + gl.arange(0, WIDE, layout=gl.SliceLayout(0, layout))
         inside = (r < rows)[:, None] & (c < n)[None, :]
         at = r.to(gl.int64)[:, None] * n + c[None, :]
-        mbarrier.wait(there, turn & 1)
+        mbarrier.wait(landed, turn & 1)
         settle(TARGET)  # else the poller could end the next phase before all four warps have seen this one
         mbarrier.arrive(taken)
         total = gl.zeros([PIECE_ROWS, WIDE], gl.float32, layout)
@@ -237,12 +237,12 @@ def scatter_tiles(
     buffers, stagings = allocate(a, boxes[0], 1, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1)
     staged = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     drained = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for group in gl.static_range(GROUPS):
         mbarrier.init(staged.index(group), count=1)
         mbarrier.init(drained.index(group), count=1)
-    mbarrier.init(there, count=1)
+    mbarrier.init(landed, count=1)
     mbarrier.init(taken, count=1)
     fence_async_shared()
     share = (WORLD * m_tiles * n_tiles, rank, rows, cols, m_tiles, n_tiles)
@@ -251,10 +251,10 @@ def scatter_tiles(
         gl.warp_specialize(
             [
                 (multiply_tiles, (0, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
-                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, landed, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
                 (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
                 (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
-                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
+                (poll_tiles, (flags, epoch, control, landed, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
             ],
             [4, 1, 1, 1],
             [184, 88, 88, 88],
@@ -265,10 +265,10 @@ def scatter_tiles(
             [
                 (multiply_tiles, (0, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
                 (multiply_tiles, (1, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
-                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, landed, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
                 (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
                 (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
-                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
+                (poll_tiles, (flags, epoch, control, landed, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
             ],
             [4, 4, 1, 1, 1],
             [176, 104, 56, 56, 56],
@@ -379,12 +379,12 @@ def scatter_scaled(
     buffers, stagings = allocate(a, boxes[0], 1, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1)
     staged = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     drained = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for group in gl.static_range(GROUPS):
         mbarrier.init(staged.index(group), count=1)
         mbarrier.init(drained.index(group), count=1)
-    mbarrier.init(there, count=1)
+    mbarrier.init(landed, count=1)
     mbarrier.init(taken, count=1)
     fence_async_shared()
     share = (WORLD * m_tiles * n_tiles, rank, rows, cols, m_tiles, n_tiles)
@@ -393,10 +393,10 @@ def scatter_scaled(
         gl.warp_specialize(
             [
                 (multiply_scaled, (0, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
-                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, landed, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
                 (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
                 (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
-                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
+                (poll_tiles, (flags, epoch, control, landed, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
             ],
             [4, 1, 1, 1],
             [184, 88, 88, 88],
@@ -407,10 +407,10 @@ def scatter_scaled(
             [
                 (multiply_scaled, (0, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
                 (multiply_scaled, (1, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
-                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, landed, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
                 (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
                 (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
-                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
+                (poll_tiles, (flags, epoch, control, landed, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
             ],
             [4, 4, 1, 1, 1],
             [176, 104, 56, 56, 56],

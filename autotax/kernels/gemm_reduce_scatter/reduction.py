@@ -68,12 +68,12 @@ class Adding(Kernel[GemmReduceScatter]):
 
 
 @triton.jit
-def load_rows(there, row, row_end, col, n, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr):
-    """there[row:row_end, col:n] of a row-major matrix with n columns, a multiple of ALIGNED; zero outside."""
+def load_rows(matrix, row, row_end, col, n, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr):
+    """matrix[row:row_end, col:n] of a row-major matrix with n columns, a multiple of ALIGNED; zero outside."""
     r = row + tl.arange(0, ROWS)
     c = col + tl.arange(0, COLS)
-    size: tl.constexpr = there.dtype.element_ty.primitive_bitwidth // 8
-    at = tl.multiple_of(there + r.to(tl.int64)[:, None] * n + c[None, :], (size, ALIGNED * size))  # see `store_rows`
+    size: tl.constexpr = matrix.dtype.element_ty.primitive_bitwidth // 8
+    at = tl.multiple_of(matrix + r.to(tl.int64)[:, None] * n + c[None, :], (size, ALIGNED * size))  # see `store_rows`
     return tl.load(at, mask=(r < row_end)[:, None] & (c < n)[None, :], other=0.0)
 
 
@@ -85,10 +85,10 @@ def sum_of_ranks(
     """The float32 sum over the ranks of a piece of this rank's rows."""
     total = tl.zeros([ROWS, COLS], tl.float32)
     for source in tl.static_range(WORLD):
-        there = box + place_of(slot, rank, source, room, n, WORLD, PULL)
+        partial = box + place_of(slot, rank, source, room, n, WORLD, PULL)
         if PULL:
-            there = translate(there, bases, rank, source)
-        total += load_rows(there, row, rows, col, n, ROWS, COLS, ALIGNED).to(tl.float32)
+            partial = translate(partial, bases, rank, source)
+        total += load_rows(partial, row, rows, col, n, ROWS, COLS, ALIGNED).to(tl.float32)
     return total
 
 
@@ -100,9 +100,9 @@ def store_sum(
     """Stores a piece of this rank's rows, and if replicated also the plain sum in `sums` [slot, owner, room, n] of the others."""
     below = tl.minimum(rows, m - rank * rows)  # rows that are not padding
     if REPLICATED:
-        there = sums + place_of(slot, 0, rank, room, n, WORLD, False)
+        own_sums = sums + place_of(slot, 0, rank, room, n, WORLD, False)
         for hop in tl.static_range(1, WORLD):
-            theirs = translate(there, bases, rank, (rank + hop) % WORLD)
+            theirs = translate(own_sums, bases, rank, (rank + hop) % WORLD)
             store_rows(theirs, total, row, rows, col, n, ROWS, COLS, ALIGNED, TARGET)
         if added is not None:
             first = (rank * rows).to(tl.int64) * n
@@ -115,11 +115,11 @@ def store_sum(
 
 
 @triton.jit
-def tell_sums(line, need, counts, told, flags, bases, rank, epoch, most_lines, WORLD: tl.constexpr, TARGET: tl.constexpr):
+def tell_sums(line, need, counts, raised, flags, bases, rank, epoch, most_lines, WORLD: tl.constexpr, TARGET: tl.constexpr):
     """Counts a piece of a line of sums. With the `need`-th piece it raises the line's flag [source, most_lines] at all peers."""
     if count(counts + line, TARGET, "sys") == need - 1:
         tl.store(counts + line, 0)
-        before = tl.atomic_xchg(told + line, epoch, sem="relaxed", scope="gpu")
+        before = tl.atomic_xchg(raised + line, epoch, sem="relaxed", scope="gpu")
         for hop in tl.range(1, WORLD, num_stages=1):
             flag = flag_address(flags, rank * most_lines + line, bases, rank, (rank + hop) % WORLD)
             signal(flag, epoch - before, TARGET, "sys")
@@ -127,7 +127,7 @@ def tell_sums(line, need, counts, told, flags, bases, rank, epoch, most_lines, W
 
 @triton.jit
 def add_up(
-    out, bias, residual, added, box, sums, counts, told, flags, sum_flags, bases, control, rank, epoch, m, n, rows, room,
+    out, bias, residual, added, box, sums, counts, raised, flags, sum_flags, bases, control, rank, epoch, m, n, rows, room,
     WORLD: tl.constexpr, PULL: tl.constexpr, REPLICATED: tl.constexpr, TILES: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +159,7 @@ def add_up(
             )  # fmt: skip
             if REPLICATED:
                 need = tl.cdiv(tl.minimum(BLOCK_M, rows - block * BLOCK_M), ROWS) * tl.cdiv(n, COLS)
-                tell_sums(block, need, counts, told, sum_flags, bases, rank, epoch, most_blocks, WORLD, TARGET)
+                tell_sums(block, need, counts, raised, sum_flags, bases, rank, epoch, most_blocks, WORLD, TARGET)
         piece = tl.atomic_add(control + NEXT_TILE, 1, sem="relaxed", scope="gpu")
 
 
@@ -178,8 +178,8 @@ def receive_sums(
         col = piece % across * COLS
         index = source * lines + row // LINE
         wait(sum_flags + index, epoch, source, index, control, TARGET)
-        there = sums + place_of(slot, 0, source, room, n, WORLD, False)
-        block = load_rows(there, row, rows, col, n, ROWS, COLS, ALIGNED).to(tl.float32)
+        arriving = sums + place_of(slot, 0, source, room, n, WORLD, False)
+        block = load_rows(arriving, row, rows, col, n, ROWS, COLS, ALIGNED).to(tl.float32)
         first_element = (source * rows).to(tl.int64) * n
         below = tl.minimum(rows, m - source * rows)
         if added is not None:

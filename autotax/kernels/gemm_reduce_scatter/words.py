@@ -77,28 +77,28 @@ def column_of(words, HIGH: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexp
 @triton.jit
 def anywhere(missing, TARGET: tl.constexpr):
     """Whether an element of `missing` is not zero. The result is the same in every thread."""
-    found = tl.max(missing)
+    any_missing = tl.max(missing)
     if TARGET == "cuda":
-        found = tl.inline_asm_elementwise(
+        any_missing = tl.inline_asm_elementwise(
             "{.reg .pred a, b; setp.ne.s32 a, $1, 0; bar.red.or.pred b, 0, a; selp.s32 $0, 1, 0, b;}",
-            "=r,r", [found], dtype=tl.int32, is_pure=False, pack=1,
+            "=r,r", [any_missing], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-    return found
+    return any_missing
 
 
 @triton.jit
 def look(
-    there, stride, inside, safe, epoch, SOURCES: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr
+    addresses, stride, inside, safe, epoch, SOURCES: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr
 ):  # fmt: skip
     """Loads the words of SOURCES partial sums, `stride` words apart, and adds them up in their order.
 
     Returns how many sources are missing per element, and the sums of the first and of the second columns.
     """
-    missing = tl.zeros(there.shape, tl.int32)
-    low = tl.zeros(there.shape, tl.float32)
-    high = tl.zeros(there.shape, tl.float32)
+    missing = tl.zeros(addresses.shape, tl.int32)
+    low = tl.zeros(addresses.shape, tl.float32)
+    high = tl.zeros(addresses.shape, tl.float32)
     for source in tl.static_range(SOURCES):
-        words = load_whole(there + source * stride, inside, safe, 0, TARGET)
+        words = load_whole(addresses + source * stride, inside, safe, 0, TARGET)
         missing += (inside & ((words >> 32).to(tl.int32) != epoch)).to(tl.int32)
         low += column_of(words, False, TWO, PAYLOAD)
         if TWO:
@@ -108,15 +108,15 @@ def look(
 
 @triton.jit
 def await_sum(
-    there, stride, inside, safe, epoch, source_of_first, control, limit,
+    addresses, stride, inside, safe, epoch, source_of_first, control, limit,
     SOURCES: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Repeats `look` until all words are of this call, and returns its sums; after `limit` looks it records a note."""
-    missing, low, high = look(there, stride, inside, safe, epoch, SOURCES, TWO, PAYLOAD, TARGET)
+    missing, low, high = look(addresses, stride, inside, safe, epoch, SOURCES, TWO, PAYLOAD, TARGET)
     absent = anywhere(missing, TARGET)
     looks = 0
     while (absent != 0) & (looks < limit):
-        missing, low, high = look(there, stride, inside, safe, epoch, SOURCES, TWO, PAYLOAD, TARGET)
+        missing, low, high = look(addresses, stride, inside, safe, epoch, SOURCES, TWO, PAYLOAD, TARGET)
         absent = anywhere(missing, TARGET)
         looks += 1
         if looks % 64 == 0:
@@ -124,7 +124,7 @@ def await_sum(
                 looks = limit
     if absent != 0:
         for source in tl.range(0, SOURCES):
-            words = load_whole(there + source * stride, inside, safe, epoch.to(tl.int64) << 32, TARGET)
+            words = load_whole(addresses + source * stride, inside, safe, epoch.to(tl.int64) << 32, TARGET)
             late = tl.max(tl.where(inside, epoch - (words >> 32).to(tl.int32), 0))
             if late != 0:
                 note_missing(control, source_of_first + source, source_of_first + source, epoch, epoch - late, TARGET)
@@ -170,12 +170,12 @@ def send(
     else:
         within = line.to(tl.int64)[:, None] * width + word[None, :]
         if HOW == "two":
-            there = (tl.load(bases + tile % WORLD) + base).to(words.dtype) + within
-            store_whole(tl.multiple_of(there, (8, 16)), data, inside, TARGET)
+            addresses = (tl.load(bases + tile % WORLD) + base).to(words.dtype) + within
+            store_whole(tl.multiple_of(addresses, (8, 16)), data, inside, TARGET)
         else:
             for hop in tl.static_range(1, WORLD + 1):
-                there = (tl.load(bases + (rank + hop) % WORLD) + base).to(words.dtype) + within
-                store_whole(tl.multiple_of(there, (8, 16)), data, inside, TARGET)
+                addresses = (tl.load(bases + (rank + hop) % WORLD) + base).to(words.dtype) + within
+                store_whole(tl.multiple_of(addresses, (8, 16)), data, inside, TARGET)
 
 
 @triton.jit(do_not_specialize=["rank", "added"])
@@ -271,8 +271,8 @@ def add_words(
         line = row + tl.arange(0, ROWS)
         at = word + tl.arange(0, WORDS)
         inside = (line < height)[:, None] & (at < width)[None, :]
-        there = box + line.to(tl.int64)[:, None] * width + at[None, :]
-        low, high = await_sum(there, size, inside, words, epoch, 0, control, limit, WORLD, TWO, PAYLOAD, TARGET)
+        addresses = box + line.to(tl.int64)[:, None] * width + at[None, :]
+        low, high = await_sum(addresses, size, inside, words, epoch, 0, control, limit, WORLD, TWO, PAYLOAD, TARGET)
         if HOW == "two":
             col = word * 2 if TWO else word
             cols: tl.constexpr = 2 * WORDS if TWO else WORDS
@@ -309,8 +309,8 @@ def receive_words(
         line = row + tl.arange(0, ROWS)
         at = word + tl.arange(0, WORDS)
         inside = (line < m)[:, None] & (at < width)[None, :]
-        there = box + line.to(tl.int64)[:, None] * width + at[None, :]
-        low, high = await_sum(there, 0, inside, sums, epoch, word // per % WORLD, control, limit, 1, TWO, PAYLOAD, TARGET)
+        addresses = box + line.to(tl.int64)[:, None] * width + at[None, :]
+        low, high = await_sum(addresses, 0, inside, sums, epoch, word // per % WORLD, control, limit, 1, TWO, PAYLOAD, TARGET)
         store_pair(out, bias, residual, added, low, high, row, m, m, word, n, ROWS, WORDS, TWO, ALIGNED_N, TARGET)
 
 
