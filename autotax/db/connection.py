@@ -6,6 +6,7 @@ import errno
 import os
 import sqlite3
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -290,8 +291,8 @@ def _names(connection: sqlite3.Connection) -> set[str]:
 
 _OPTUNA_TABLES = {"studies", "version_info"}  # the first ones that Optuna creates
 
-_DIGESTS = {"name": "digests", "value": f"by content, {len(CURRENT)} former ones"}
-"""The row of `Meta` that says that none of the former digests is left in the tables."""
+_DIGESTS = {"name": "digests", "value": f"by content, {zlib.crc32(repr(CURRENT).encode()):08x}"}
+"""The row of `Meta` that says that no digest of these `FORMER` ones is left in the tables."""
 
 _LOCK = 0x6175746F746178  # "autotax" in ASCII
 _ONE_WRITER = {"sqlite": "BEGIN IMMEDIATE", "postgresql": f"SELECT pg_advisory_xact_lock({_LOCK})"}

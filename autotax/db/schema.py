@@ -25,73 +25,43 @@ from autotax.core.files import Malformed, reason
 from autotax.core.settings import RUN_STATUSES, TRIAL_STATUSES
 from autotax.db.records import Samples
 
-CURRENT = {
-    "fe0bb2886133dd1f": "2a9b7b6e185d4faa",  # all-gather-gemm/bsp
-    "be95cc05ac6f4283": "2a9b7b6e185d4faa",  # all-gather-gemm/bsp before it took e4m3
-    "968257b504555392": "2a9b7b6e185d4faa",  # all-gather-gemm/bsp before it took e5m2
-    "8fab94daced175f4": "2a9b7b6e185d4faa",  # all-gather-gemm/bsp before one quantiser served all numbers of rows
-    "3e1c42a7d5b36e8b": "2a9b7b6e185d4faa",  # all-gather-gemm/bsp before each row was quantised by a program of its own
-    "059d3350cfb63119": "2a9b7b6e185d4faa",  # all-gather-gemm/bsp before its variables were renamed
-    "c8a0d36aecd63d13": "6aa4fb55b82d44a6",  # all-gather-gemm/decomposed
-    "43c89fafeeaf951a": "6aa4fb55b82d44a6",  # all-gather-gemm/decomposed before its variables were renamed
-    "21a515005894653a": "157e42f50e4c4d45",  # all-gather-gemm/copy_engine
-    "cbe2b1f07ec33270": "157e42f50e4c4d45",  # all-gather-gemm/copy_engine before its variables were renamed
-    "6fed33a6fa964287": "eb57cd082d397992",  # all-gather-gemm/pull
-    "55ad396ba14ca79f": "eb57cd082d397992",  # all-gather-gemm/pull before its variables were renamed
-    "bf706b5dfba1ddc5": "182b6a94904d8012",  # all-gather-gemm/push
-    "9d55d90b78669463": "182b6a94904d8012",  # all-gather-gemm/push before its variables were renamed
-    "e4f0eb3d5b8171fc": "2f868c839d464011",  # all-gather-gemm/push_specialized
-    "09711bc28747b7c4": "7e2508fb8a2aa502",  # all-gather-gemm/push_words
-    "82037b6f0e76fbf5": "708b68736758160d",  # all-gather-gemm/push_packets
-    "5d89877e16cb3687": "708b68736758160d",  # all-gather-gemm/push_packets before its variables were renamed
-    "73ed1c04cb7287de": "d8539f6bfac44aa1",  # all-gather-gemm/push_two_kernel
-    "e308c3ea46bfc8fb": "d8539f6bfac44aa1",  # all-gather-gemm/push_two_kernel before its variables were renamed
-    "ebf24f3fdd3d6263": "ba22f904031df697",  # decode-merge/bsp
-    "e97162c29504a0ce": "ba22f904031df697",  # decode-merge/bsp before its variables were renamed
-    "96ad667509d140bd": "578679e67cb0c759",  # decode-merge/gather
-    "266d7b2f6958cfa4": "578679e67cb0c759",  # decode-merge/gather before its variables were renamed
-    "8a6e8434acc79ce2": "ff01e3285d64870f",  # decode-merge/fine_grained
-    "61610584055d813e": "ff01e3285d64870f",  # decode-merge/fine_grained before its variables were renamed
-    "b9ec9ac8a89fea7d": "f48cd56213c48a8b",  # decode-merge/words
-    "331b8f5bddad6d42": "f48cd56213c48a8b",  # decode-merge/words before its variables were renamed
-    "3c0d91f651ee8527": "bacd97b2a39a2ce0",  # decode-merge/compact
-    "d89f7585b3a68a38": "bacd97b2a39a2ce0",  # decode-merge/compact before its variables were renamed
-    "3d1712e1f4db8526": "b976760a132d20d9",  # flash-decode/bsp
-    "0388d92146935b2f": "b976760a132d20d9",  # flash-decode/bsp before its variables were renamed
-    "7659f1ffadbe0f64": "daf53610b5101455",  # flash-decode/gather
-    "d4f5fa450ae58fea": "daf53610b5101455",  # flash-decode/gather before its variables were renamed
-    "42ecd53b08c9bb29": "d1d18f9d06dbd47f",  # flash-decode/fine_grained
-    "a80a976f8e7e6ebd": "d1d18f9d06dbd47f",  # flash-decode/fine_grained before its variables were renamed
-    "f6b5321262a2e0b7": "62fc337c7858ca6b",  # flash-decode/fused
-    "8927592aed1ec14e": "62fc337c7858ca6b",  # flash-decode/fused before its variables were renamed
-    "b33b0952a97b73ca": "92fb6b63a0d48823",  # flash-decode/single
-    "8769bab8aebe5425": "92fb6b63a0d48823",  # flash-decode/single before its variables were renamed
-    "64d50ef743601d9e": "c0ce54379a617e9e",  # flash-decode/resident
-    "7689408d43ffffd1": "c0ce54379a617e9e",  # flash-decode/resident before its variables were renamed
-    "72aacc8bf78cbc19": "f077b2a1ba07cdfe",  # flash-decode/compact
-    "69b2c5c7ff0fb829": "f077b2a1ba07cdfe",  # flash-decode/compact before its variables were renamed
-    "b26684f604a75676": "d168751f9a7bbeae",  # gemm-reduce-scatter/bsp
-    "ca42ca7c722ff4f8": "d168751f9a7bbeae",  # gemm-reduce-scatter/bsp before it took e4m3
-    "6b465d057055f05a": "d168751f9a7bbeae",  # gemm-reduce-scatter/bsp before it took e5m2
-    "d039365174a30dbe": "d168751f9a7bbeae",  # gemm-reduce-scatter/bsp before one quantiser served all numbers of rows
-    "f7f3c5f4055b4aa3": "d168751f9a7bbeae",  # gemm-reduce-scatter/bsp before each row was quantised by a program of its own
-    "8fc8149f83fcd0e4": "d168751f9a7bbeae",  # gemm-reduce-scatter/bsp before its variables were renamed
-    "f5a132cbadb05cbb": "8f3b9b8f6d6e09da",  # gemm-reduce-scatter/decomposed
-    "a7c0e6e63f5c4df2": "8f3b9b8f6d6e09da",  # gemm-reduce-scatter/decomposed before its variables were renamed
-    "d0d051949b79d731": "00467e33e64b2bf0",  # gemm-reduce-scatter/push
-    "63e24e5fbba46f2a": "00467e33e64b2bf0",  # gemm-reduce-scatter/push before its variables were renamed
-    "5da769fcff0e6761": "c76d4d2b5023994d",  # gemm-reduce-scatter/pull_reduce
-    "d141c62b4569bac9": "c76d4d2b5023994d",  # gemm-reduce-scatter/pull_reduce before its variables were renamed
-    "9f2cb5b1a19b2654": "c30a7753d50b201c",  # gemm-reduce-scatter/push_specialized
-    "61b084ebc06e8254": "3506c51f12e9d7d7",  # gemm-reduce-scatter/words
-    "0166d5b96ea142c5": "3506c51f12e9d7d7",  # gemm-reduce-scatter/words before its variables were renamed
-    "8f742c7113e5bbe1": "678375d8cc229406",  # head-gather/bsp
-    "7e0a30f37f938799": "6baa68e1adcfc643",  # head-gather/push
-    "2cd25a7f7a120c21": "6baa68e1adcfc643",  # head-gather/push before its variables were renamed
-    "26f57f11c0c18a78": "694bebb33e02af99",  # head-gather/words
-    "230dbed894586807": "694bebb33e02af99",  # head-gather/words before its variables were renamed
+FORMER = {
+    "2a9b7b6e185d4faa": (  # all-gather-gemm/bsp
+        "fe0bb2886133dd1f", "be95cc05ac6f4283", "968257b504555392", "8fab94daced175f4",
+        "3e1c42a7d5b36e8b", "059d3350cfb63119",
+    ),
+    "6aa4fb55b82d44a6": ("c8a0d36aecd63d13", "43c89fafeeaf951a"),  # all-gather-gemm/decomposed
+    "157e42f50e4c4d45": ("21a515005894653a", "cbe2b1f07ec33270"),  # all-gather-gemm/copy_engine
+    "eb57cd082d397992": ("6fed33a6fa964287", "55ad396ba14ca79f"),  # all-gather-gemm/pull
+    "182b6a94904d8012": ("bf706b5dfba1ddc5", "9d55d90b78669463"),  # all-gather-gemm/push
+    "708b68736758160d": ("82037b6f0e76fbf5", "5d89877e16cb3687"),  # all-gather-gemm/push_packets
+    "d8539f6bfac44aa1": ("73ed1c04cb7287de", "e308c3ea46bfc8fb"),  # all-gather-gemm/push_two_kernel
+    "ba22f904031df697": ("ebf24f3fdd3d6263", "e97162c29504a0ce"),  # decode-merge/bsp
+    "578679e67cb0c759": ("96ad667509d140bd", "266d7b2f6958cfa4"),  # decode-merge/gather
+    "ff01e3285d64870f": ("8a6e8434acc79ce2", "61610584055d813e"),  # decode-merge/fine_grained
+    "f48cd56213c48a8b": ("b9ec9ac8a89fea7d", "331b8f5bddad6d42"),  # decode-merge/words
+    "bacd97b2a39a2ce0": ("3c0d91f651ee8527", "d89f7585b3a68a38"),  # decode-merge/compact
+    "b976760a132d20d9": ("3d1712e1f4db8526", "0388d92146935b2f"),  # flash-decode/bsp
+    "daf53610b5101455": ("7659f1ffadbe0f64", "d4f5fa450ae58fea"),  # flash-decode/gather
+    "d1d18f9d06dbd47f": ("42ecd53b08c9bb29", "a80a976f8e7e6ebd"),  # flash-decode/fine_grained
+    "62fc337c7858ca6b": ("f6b5321262a2e0b7", "8927592aed1ec14e"),  # flash-decode/fused
+    "92fb6b63a0d48823": ("b33b0952a97b73ca", "8769bab8aebe5425"),  # flash-decode/single
+    "c0ce54379a617e9e": ("64d50ef743601d9e", "7689408d43ffffd1"),  # flash-decode/resident
+    "f077b2a1ba07cdfe": ("72aacc8bf78cbc19", "69b2c5c7ff0fb829"),  # flash-decode/compact
+    "d168751f9a7bbeae": (  # gemm-reduce-scatter/bsp
+        "b26684f604a75676", "ca42ca7c722ff4f8", "6b465d057055f05a", "d039365174a30dbe",
+        "f7f3c5f4055b4aa3", "8fc8149f83fcd0e4",
+    ),
+    "8f3b9b8f6d6e09da": ("f5a132cbadb05cbb", "a7c0e6e63f5c4df2"),  # gemm-reduce-scatter/decomposed
+    "00467e33e64b2bf0": ("d0d051949b79d731", "63e24e5fbba46f2a"),  # gemm-reduce-scatter/push
+    "c76d4d2b5023994d": ("5da769fcff0e6761", "d141c62b4569bac9"),  # gemm-reduce-scatter/pull_reduce
+    "3506c51f12e9d7d7": ("61b084ebc06e8254", "0166d5b96ea142c5"),  # gemm-reduce-scatter/words
+    "678375d8cc229406": ("8f742c7113e5bbe1",),  # head-gather/bsp
+    "6baa68e1adcfc643": ("7e0a30f37f938799", "2cd25a7f7a120c21"),  # head-gather/push
+    "694bebb33e02af99": ("26f57f11c0c18a78", "230dbed894586807"),  # head-gather/words
 }
-"""Current digests of `autotax.digests`, by the former digest of the same code."""
+"""Digests of `autotax.digests` of today, and those that the same code had formerly, the latest last."""
+CURRENT = {former: current for current, formers in FORMER.items() for former in formers}
 
 
 # The tables. Their names begin with `autotax_`, because Optuna keeps its tables in the same database.

@@ -127,7 +127,7 @@ class GatherAttention(Tuned):
             out: Where to store the output. Default: a new tensor.
             return_lse: Whether to return log-sum-exps too, natural and with the scale, to merge the output with that of other
                 keys. No gradient passes through them. A variant that keeps none runs as the baseline.
-            prefix: Keys and values of the tokens just before, which this rank has already, [batch, earlier, kv_heads, head_dim].
+            prefix: Keys and values of earlier tokens that every rank holds, [batch, earlier, kv_heads, head_dim].
                 All queries see them, or with a window those that it reaches, as queries of a later chunk of a prompt do. The
                 vendor attends to them, and one kernel merges both outputs. There is no backward.
             lengths: The lengths of sequences that lie one after the other along the tokens of all ranks: a list, the same on all

@@ -204,7 +204,7 @@ class Watch:
 
 @contextmanager
 def watched(url: str, seen: dict[str, Any]):
-    """What the server does meanwhile: transactions, connections, sessions that wait for a lock."""
+    """Samples the transactions, connections and waiting sessions of the server while the body runs, into `seen`."""
     engine, done = sqlalchemy.create_engine(url), threading.Event()
     samples: list[tuple[int, int, int]] = []
 
@@ -271,7 +271,7 @@ def schedules(hosts: int, count: int) -> None:
 
 
 def guess(problem: Problem) -> float | None:
-    """What a problem is expected to take by those recorded, itself left out."""
+    """The expected seconds of a problem, estimated from the other recorded problems."""
     return estimator([run for run in recorded_runs() if run.key != problem.key], H200.digest)(problem)
 
 

@@ -64,7 +64,7 @@ def test_a_reader_sees_the_current_digest_and_writes_nothing(tmp_path: Path) -> 
     assert _stored(url) == {former}
 
 
-@pytest.mark.parametrize("digests", ["", "by content", "by content, 38 former ones"])
+@pytest.mark.parametrize("digests", ["", "by content", "by content, 0123abcd"])
 def test_a_writer_replaces_former_digests_once_and_a_new_winner_takes_the_place_of_the_old(tmp_path: Path, digests: str) -> None:
     url, _, now = _former(tmp_path, digests)
     with Store.open(url) as store:
@@ -89,4 +89,4 @@ def test_of_winners_that_become_one_the_latest_stays(tmp_path: Path) -> None:
 def test_former_digests_lead_to_current_ones() -> None:
     assert not set(CURRENT) & set(CURRENT.values())
     current = {variant_digest(op.name, name) for op in operators().values() for name in op.variants}
-    assert len(current & set(CURRENT.values())) >= 26
+    assert set(CURRENT.values()) <= current and len(CURRENT) >= 60
