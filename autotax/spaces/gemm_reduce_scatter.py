@@ -272,11 +272,12 @@ def push(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
 
 BLOCKS_M, BLOCKS_N = (64, 128), (128, 256)
 """Rows for one or two warp groups, and columns for one or two parts."""
+EPILOGUE = "epilogue"
 
 
 def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
     """Only for a scattered output of 16 bits and weights [n, k]; None elsewhere."""
-    return _specialized("push_specialized", problem, hardware, lambda _m, _n: True)
+    return _specialized("push_specialized", problem, hardware, lambda *_: True)
 
 
 def scaled_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
@@ -284,14 +285,17 @@ def scaled_specialized(problem: GemmReduceScatter, hardware: Hardware) -> Varian
     if problem.dtype != "e4m3" or problem.operand != "e4m3":
         return None
     wide = problem.scales != "block"
-    space = _specialized("scaled_specialized", as_words(problem), hardware, lambda m, n: n == 128 or (m == 64 and wide))
+    suits = lambda m, n, adds: n == 128 or (wide and (m == 64 or adds == EPILOGUE))  # noqa: E731
+    space = _specialized("scaled_specialized", as_words(problem), hardware, suits)
     return space and scaled.with_strips(space, scaled.strips(problem))
 
 
 def _specialized(
-    variant: str, problem: GemmReduceScatter, hardware: Hardware, suits: Callable[[int, int], bool]
+    variant: str, problem: GemmReduceScatter, hardware: Hardware, suits: Callable[[int, int, str], bool]
 ) -> VariantSpace | None:
-    """A warp-specialized GEMM of tiles that it `suits`."""
+    """A warp-specialized GEMM of tiles that it `suits`. The sums of a rank's own tiles are added up by warps of their own or in
+    the epilogue of the product, which leaves more registers to it.
+    """
     if problem.output != "scattered" or not gemm_roles.have_roles(problem, hardware):
         return None
     like, fits = gathered(problem), partial(gemm_roles.fits, hardware)
@@ -302,20 +306,23 @@ def _specialized(
         "num_stages": gemm_roles.STAGES,
         "group_m": (1, 4, 8),
         "order": orders,
+        "adds": (EPILOGUE, "warps"),
     }
     constraints = (
-        Constraint(("block_m", "block_n"), suits, "groups of warps have too few registers for such a tile"),
+        Constraint(("block_m", "block_n", "adds"), suits, "groups of warps have too few registers for such a tile"),
         Constraint(("block_m", "block_n", "num_stages"), fits, "the pipeline does not fit in shared memory"),
     )
-    sizes = (tile for tile in itertools.product(BLOCKS_M, BLOCKS_N) if suits(*tile))
+    sizes = (tile for tile in itertools.product(BLOCKS_M, BLOCKS_N) if suits(*tile, EPILOGUE))
     tiles = sorted(sizes, key=lambda tile: gemm_roles.time_of(like, hardware.processors, *tile))
     ways = list(itertools.product((8, 4), orders[::-1]))
     # Every tile comes up: the estimate does not know how well a tile hides the transfers.
     points = [*itertools.product(tiles[:2], ways), *((tile, ways[0]) for tile in tiles[2:])]
-    seeds = [
-        Config.of(variant, block_m=m, block_n=n, num_stages=gemm_roles.most_stages(hardware, m, n), group_m=group, order=order)
-        for (m, n), (group, order) in points
-    ]
+    seeds = []
+    for (m, n), (group, order) in points:
+        stages = gemm_roles.most_stages(hardware, m, n)
+        seeds.append(Config.of(variant, block_m=m, block_n=n, num_stages=stages, group_m=group, order=order, adds=EPILOGUE))
+    apart = [Config.of(variant, seed.values | {"adds": "warps"}) for seed in seeds]
+    seeds[2:2] = [seed for seed in apart if suits(seed["block_m"], seed["block_n"], "warps")][:1]
     return VariantSpace(variant, parameters, constraints, tuple(seeds))
 
 

@@ -9,7 +9,7 @@ import torch
 from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.roles import tile_at
 from autotax.kernels.all_gather_gemm.scaled_specialized import multiply_scaled
-from autotax.kernels.gemm_reduce_scatter.push_specialized import scatter_scaled, scatter_tiles
+from autotax.kernels.gemm_reduce_scatter.push_specialized import scatter_tiles
 from autotax.operators.scaled import dequantised, laid_out, scales_shape
 from tests.models import warps
 from tests.models.warps import Pointer, View, plain, programs_of, together
@@ -19,7 +19,16 @@ K, PROGRAMS = 136, 3
 TILES = [(64, 128), (64, 256), (128, 128), (128, 256)]
 
 
-def run(world: int, sizes: list[int], n: int, tile: tuple[int, int], stages: int, interleaved: bool, with_addends: bool) -> None:
+def destinations(boxes: list[np.ndarray], out: np.ndarray, rank: int, wide: int, epilogue: bool) -> tuple[View, ...]:
+    """See `PushSpecialized.views_of`."""
+    views = [View(boxes[(rank + hop) % len(boxes)], (1, 64, wide)) for hop in range(len(boxes))]
+    return (View(out[None], (1, 64, wide)), *views[1:]) if epilogue else tuple(views)
+
+
+def run(
+    world: int, sizes: list[int], n: int, tile: tuple[int, int], stages: int, epilogue: bool,
+    *, interleaved: bool, with_addends: bool,
+) -> None:  # fmt: skip
     """Calls of sizes up to the first through the same inboxes and flags, all ranks side by side, compared with NumPy."""
     high, across = tile
     wide, room = min(128, across), ceil_div(sizes[0], world)
@@ -41,11 +50,11 @@ def run(world: int, sizes: list[int], n: int, tile: tuple[int, int], stages: int
         for number, m in enumerate(sizes):
             out, residual = (Pointer(of[number][rank].reshape(-1)) for of in (outs, residuals))
             added = (Pointer(bias), residual, 3) if with_addends else (None, None, None)
-            views = tuple(View(boxes[(rank + hop) % world], (1, 64, wide)) for hop in range(world))
+            views = destinations(boxes, outs[number][rank], rank, wide, epilogue)
             args = (
-                View(inputs[number][rank], (64, 64)), View(weights[rank], (wide, 64)), views, out, *added,
+                View(inputs[number][rank], (64, 64)), View(weights[rank], (wide, 64)), views, None, out, *added,
                 Pointer(boxes[rank].reshape(-1)), flags, None, None, rank, number + 1, ceil_div(m, world), K, room, n, m,
-                world, interleaved, 4, high // 64, across // wide, wide, stages, "cuda",
+                world, interleaved, 4, "none", epilogue, high // 64, across // wide, wide, stages, 1, "cuda",
             )  # fmt: skip
             together(programs_of(rank, PROGRAMS, call, args))
 
@@ -63,16 +72,24 @@ def run(world: int, sizes: list[int], n: int, tile: tuple[int, int], stages: int
             assert not out[len(right) :].any(), "padding"
 
 
-@pytest.mark.sampled(by=lambda stages, **_: {"stages": stages})
+@pytest.mark.sampled(by=lambda stages, adds, **_: {"stages": (stages, adds)})
+@pytest.mark.parametrize("adds", ["warps", "epilogue"])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(("world", "stages", "sizes"), [(1, 3, [70, 1]), (2, 2, [300, 5, 300]), (3, 3, [280, 7, 7, 280])])
-def test_the_warps_compute_the_sum(tile: tuple[int, int], world: int, stages: int, sizes: list[int]) -> None:
-    run(world, sizes, tile[1] + 8, tile, stages, interleaved=world == 3, with_addends=world != 2)
+def test_the_warps_compute_the_sum(tile: tuple[int, int], world: int, stages: int, sizes: list[int], adds: str) -> None:
+    run(world, sizes, tile[1] + 8, tile, stages, adds == "epilogue", interleaved=world == 3, with_addends=world != 2)
 
 
 @pytest.mark.parametrize("scales", ["row", *volume("block", "tensor")])
-@pytest.mark.parametrize(("tile", "strips"), [((64, 128), 1), ((64, 128), 2), *volume(((64, 256), 1), ((128, 128), 2))], ids=str)
-def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int], strips: int) -> None:
+@pytest.mark.parametrize(
+    ("tile", "strips", "epilogue"),
+    [
+        ((64, 128), 1, False), ((64, 128), 2, True),
+        *volume(((64, 256), 1, False), ((128, 128), 2, False), ((128, 128), 1, True), ((128, 256), 2, True)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int], strips: int, epilogue: bool) -> None:
     """Two ranks, sizes that no tile divides, rows of padding; words of A and B are pairs of codes."""
     (high, across), world, sizes, n, k, stages = tile, 2, [299, 5, 299], 272, 384 if strips == 1 else 512, 1 + strips
     if scales == "block" and (strips, across) != (1, 128):
@@ -81,7 +98,7 @@ def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int], 
     draw = torch.Generator().manual_seed(n)
     boxes = [np.full((2 * world, room, n), np.nan, np.float16) for _ in range(world)]
     flags = [np.zeros(ceil_div(room, high) * ceil_div(n, across) * world, np.int32) for _ in range(world)]
-    call = plain(scatter_scaled)
+    call = plain(scatter_tiles)
 
     def operand(rows: int, weight: bool) -> tuple[torch.Tensor, torch.Tensor]:
         codes = torch.randn(rows, k, generator=draw).to(torch.float8_e4m3fn)
@@ -100,11 +117,11 @@ def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int], 
             (a, of_a), (b, of_b) = inputs[number][rank], weights[rank]
             strides = of_a.stride() if of_a.dim() == 2 else (0, 0)
             of_all = (Pointer(of_a.t().reshape(-1).numpy()), *strides, Pointer(of_b.reshape(-1).numpy()))
-            views = tuple(View(boxes[(rank + hop) % world], (1, 64, wide)) for hop in range(world))
+            views = destinations(boxes, outs[number][rank], rank, wide, epilogue)
             args = (
                 words_of(a, 64), words_of(b, wide), views, of_all, Pointer(outs[number][rank].reshape(-1)), None, None, None,
                 Pointer(boxes[rank].reshape(-1)), flags, None, None, rank, number + 1, ceil_div(m, world), k // 2, room, n, m,
-                world, False, 4, scales, high // 64, across // wide, wide, stages, strips, "cuda",
+                world, False, 4, scales, epilogue, high // 64, across // wide, wide, stages, strips, "cuda",
             )  # fmt: skip
             together(programs_of(rank, PROGRAMS, call, args))
 
@@ -218,10 +235,11 @@ def _late_reader(text: str, *_: object, **__: object) -> int:
     return warps._assembly(text)
 
 
+@pytest.mark.parametrize("epilogue", [True, *volume(False)])
 @pytest.mark.parametrize(
     "fault", ["nobody waits for barriers", "adders do not wait for flags", "a buffer is free before it is read"]
 )
-def test_the_emulation_finds_what_is_too_early(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_emulation_finds_what_is_too_early(fault: str, epilogue: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warps, "PATIENCE_S", 2.0)
     if fault == "nobody waits for barriers":
         monkeypatch.setattr(warps.FAKES["mbarrier"], "wait", lambda *_: None)
@@ -231,4 +249,4 @@ def test_the_emulation_finds_what_is_too_early(fault: str, monkeypatch: pytest.M
         monkeypatch.setattr(warps.FAKES["tma"], "store_wait", lambda _: None)
         monkeypatch.setattr(warps.gluon_language, "inline_asm_elementwise", _late_reader)
     with pytest.raises((AssertionError, ValueError)):
-        run(2, [130, 129], 264, (64, 256), 2, interleaved=False, with_addends=False)
+        run(2, [130, 129], 264, (64, 256), 2, epilogue, interleaved=False, with_addends=False)

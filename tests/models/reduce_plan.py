@@ -52,7 +52,7 @@ def reduce_plan(problem: GemmReduceScatter, config: Config) -> Plan:
     if replicated:
         for rank, own in enumerate(tasks):
             own += _received(problem, rank, height, units, lines, columns)
-    return Plan(tasks, problem.out_rows, columns, units + (lines if replicated else 0), to_itself=True)
+    return Plan(tasks, problem.out_rows, columns, units + (lines if replicated else 0), to_itself=not in_epilogue(config))
 
 
 def slices_fault(problem: GemmReduceScatter, config: Config) -> str | None:
@@ -147,7 +147,10 @@ def _fused(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]]
 
 
 def _specialized(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]], int, int]:
-    """Senders wait for nobody; adders take pieces of ADDED_ROWS rows, each behind the flags of all ranks for its tile."""
+    """Senders wait for nobody; adders take pieces of ADDED_ROWS rows, each behind the flags of all ranks for its tile.
+
+    In the epilogue a rank adds to each of its own tiles what its peers have sent.
+    """
     world, height = problem.world_size, config["block_m"]
     m_tiles, n_tiles = ceil_div(problem.shard_rows, height), ceil_div(problem.n, config["block_n"])
     down = height // ADDED_ROWS
@@ -158,22 +161,34 @@ def _specialized(problem: GemmReduceScatter, config: Config) -> tuple[list[list[
     tasks: list[list[Task]] = []
     for rank in range(world):
         own = []
-        for owner, block, tile in _tiles(problem, config, rank):
+        columns: dict[tuple[int, int], list[int]] = {}  # of tiles that are added up, by the rows of a piece
+        # Programs run side by side, one a processor, and each computes the tiles of others first.
+        for owner, block, tile in sorted(_tiles(problem, config, rank), key=lambda tile: tile[0] == rank):
+            span = (block * n_tiles + tile, block * n_tiles + tile + 1)
+            if owner != rank or not in_epilogue(config):
+                own.append(Task(sends=(Send(owner, flag(rank, block, tile), span),)))
+                continue
+            peers = _order(rank, world)[:-1]
+            waits = tuple(Wait(peer, flag(peer, block, tile), 1) for peer in peers)
+            own.append(Task(waits, tuple((peer, span) for peer in peers)))
+            columns.setdefault((block * height, (block + 1) * height), []).append(tile)
+        pieces = 0 if in_epilogue(config) else m_tiles * n_tiles * down
+        for piece in (piece for program in range(PROCESSORS) for piece in range(program, pieces, PROCESSORS)):
+            block, tile = divmod(tiling.grouped(piece // down, m_tiles, n_tiles, config["group_m"]), n_tiles)
             unit = block * n_tiles + tile
-            own.append(Task(sends=(Send(owner, flag(rank, block, tile), (unit, unit + 1)),)))
-        columns: dict[int, list[int]] = {}  # of tiles that are added up, by the first row of a piece
-        for program in range(PROCESSORS):
-            for piece in range(program, m_tiles * n_tiles * down, PROCESSORS):
-                block, tile = divmod(tiling.grouped(piece // down, m_tiles, n_tiles, config["group_m"]), n_tiles)
-                unit = block * n_tiles + tile
-                waits = tuple(Wait(source, flag(source, block, tile), 1) for source in range(world))
-                own.append(Task(waits, tuple((source, (unit, unit + 1)) for source in range(world))))
-                columns.setdefault(block * height + piece % down * ADDED_ROWS, []).append(tile)
-        for row, tiles in columns.items():
-            rows = (min(row, problem.shard_rows), min(row + ADDED_ROWS, problem.shard_rows))
-            own.append(Task(rows=rows, columns=tiles))
+            waits = tuple(Wait(source, flag(source, block, tile), 1) for source in range(world))
+            own.append(Task(waits, tuple((source, (unit, unit + 1)) for source in range(world))))
+            first = block * height + piece % down * ADDED_ROWS
+            columns.setdefault((first, first + ADDED_ROWS), []).append(tile)
+        for (first, last), tiles in columns.items():
+            own.append(Task(rows=(min(first, problem.shard_rows), min(last, problem.shard_rows)), columns=tiles))
         tasks.append(own)
     return tasks, height, m_tiles * n_tiles
+
+
+def in_epilogue(config: Config) -> bool:
+    """Whether the product of a rank's own tile adds what the peers have sent."""
+    return config.values.get("adds") == "epilogue"
 
 
 def _order(rank: int, world: int) -> list[int]:

@@ -96,39 +96,122 @@ def stage_part(part, staging, staged, drained, turn, TARGET: gl.constexpr):
 
 
 @gluon.jit
-def multiply_tiles(
-    GROUP: gl.constexpr, stagings, staged, drained, buffers, share,
-    GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
+def products_of(
+    GROUP: gl.constexpr, buffers, cols, turn,
+    GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: multiplies its 64 rows of each tile of this program. Other warps load the operands and send the tile."""
+    """The float32 sums of a group's 64 rows of 16 bits with one or two parts of a tile."""
     x, y, full, empty = buffers
-    items, _, _, cols, _, _ = share
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    one = gl.zeros([X_ROWS, WIDE], gl.float32, layout)
+    two = gl.zeros([X_ROWS, WIDE], gl.float32, layout)
+    for at in range(0, cols, BLOCK_K):
+        stage = turn % STAGES
+        mbarrier.wait(full.index(stage), turn // STAGES & 1)
+        mine = x.index(stage * GROUPS + GROUP)
+        one = warpgroup_mma(mine, y[0].index(stage).permute((1, 0)), one, is_async=True)
+        # After this wait the products of the previous buffer are complete.
+        if PARTS == 2:
+            two = warpgroup_mma(mine, y[1].index(stage).permute((1, 0)), two, is_async=True)
+            one, two = warpgroup_mma_wait(num_outstanding=2, deps=(one, two))
+        else:
+            one = warpgroup_mma_wait(num_outstanding=1, deps=(one,))
+        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=at > 0)
+        turn += 1
+    if PARTS == 2:
+        one, two = warpgroup_mma_wait(num_outstanding=0, deps=(one, two))
+    else:
+        one = warpgroup_mma_wait(num_outstanding=0, deps=(one,))
+    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
+    return one, two, turn
+
+
+@gluon.jit
+def with_addends(total, bias, residual, added, r, c, at, inside, n, m, rank, rows):
+    """total + bias[c] + residual[r, c] in rows that are not padding; see `reduction.with_addends`. Its elements are `at`."""
+    if added is not None:
+        below = (r < m - rank * rows)[:, None]
+        shared = gl.load(bias + c, mask=(c < n) & (added % 2 == 1), other=0.0).to(gl.float32)
+        total += gl.where(below, shared[None, :], 0.0)
+        total += gl.load(residual + at, mask=inside & below & (added >= 2), other=0.0).to(gl.float32)
+    return total
+
+
+@gluon.jit
+def with_peers(own, sums, row, col, rank, rows, WORLD: gl.constexpr, WIDE: gl.constexpr):
+    """The sum of this rank's part and of those that its peers have sent, of the next rank first, with the addends."""
+    bias, residual, added, box, room, n, m, epoch, _, _ = sums
+    n = n // 8 * 8  # shows the compiler the alignment
+    layout: gl.constexpr = own.type.layout
+    r = row + gl.arange(0, X_ROWS, layout=gl.SliceLayout(1, layout))
+    c = col + gl.arange(0, WIDE, layout=gl.SliceLayout(0, layout))
+    inside = (r < rows)[:, None] & (c < n)[None, :]
+    at = r.to(gl.int64)[:, None] * n + c[None, :]
+    for hop in gl.static_range(1, WORLD):
+        first = gl.cast((epoch & 1) * WORLD + (rank + hop) % WORLD, gl.int64) * room * n
+        own += gl.load(box + first + at, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
+    return with_addends(own, bias, residual, added, r, c, at, inside, n, m, rank, rows)
+
+
+@gluon.jit
+def finished(
+    total, of_a, inside, scales_b, sums, hop, row, col, n, rank, rows,
+    WORLD: gl.constexpr, SCALES: gl.constexpr, EPILOGUE: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """A part of a tile with its scales, and with EPILOGUE a part of this rank's rows with all that is added to it."""
+    if SCALES != "none":  # rows of padding lie in the next owner's rows, or are zeros that a NaN of B makes NaN
+        total = gl.where(inside[:, None], with_scales(total, of_a, inside, scales_b, col, n, SCALES, False), 0.0)
+    if EPILOGUE:
+        if hop == 0:
+            total = with_peers(total, sums, row, col, rank, rows, WORLD, WIDE)
+    return total
+
+
+@gluon.jit
+def multiply_tiles(
+    GROUP: gl.constexpr, of_all, sums, n, m, stagings, staged, drained, buffers, share,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, EPILOGUE: gl.constexpr, GROUPS: gl.constexpr,
+    PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: multiplies its 64 rows of each tile of this program. Other warps load the operands and send the tile.
+
+    With EPILOGUE it adds to a tile of this rank's rows what the peers have sent. `of_all` are the scales of A with their strides,
+    and those of B; nothing is read of them where SCALES is "none".
+    """
+    items, rank, rows, cols, m_tiles, n_tiles = share
+    groups = gl.cdiv(2 * cols, CODES)
     turn = 0
     sent = 0
-    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
-        one = gl.zeros([X_ROWS, WIDE], gl.float32, layout)
-        two = gl.zeros([X_ROWS, WIDE], gl.float32, layout)
-        for at in range(0, cols, BLOCK_K):
-            stage = turn % STAGES
-            mbarrier.wait(full.index(stage), turn // STAGES & 1)
-            mine = x.index(stage * GROUPS + GROUP)
-            one = warpgroup_mma(mine, y[0].index(stage).permute((1, 0)), one, is_async=True)
-            # After this wait the products of the previous buffer are complete.
-            if PARTS == 2:
-                two = warpgroup_mma(mine, y[1].index(stage).permute((1, 0)), two, is_async=True)
-                one, two = warpgroup_mma_wait(num_outstanding=2, deps=(one, two))
-            else:
-                one = warpgroup_mma_wait(num_outstanding=1, deps=(one,))
-            mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=at > 0)
-            turn += 1
-        if PARTS == 2:
-            one, two = warpgroup_mma_wait(num_outstanding=0, deps=(one, two))
+    own = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        hop, block, tile = tile_at(item, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
+        first = (block * GROUPS + GROUP) * X_ROWS
+        col = tile * (PARTS * WIDE)
+        if SCALES == "none":
+            of_a, inside, scales_b = 0, 0, 0
+            one, two, turn = products_of(GROUP, buffers, cols, turn, GROUPS, PARTS, WIDE, STAGES)
         else:
-            one = warpgroup_mma_wait(num_outstanding=0, deps=(one,))
-        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
+            layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
+            scales_a, stride_m, stride_g, scales_b = of_all
+            within = first + gl.arange(0, X_ROWS, layout=gl.SliceLayout(1, layout))
+            row = (rank + hop) % WORLD * rows + within
+            inside = (within < rows) & (row < m)
+            of_a = scales_a + gl.where(inside, row, 0) * stride_m
+            of_b = scales_b + col // CODES * groups
+            one, two, _, turn = multiply_tile(
+                GROUP, buffers, cols, turn, of_a, stride_g, of_b,
+                SCALES, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1, STRIPS,
+            )  # fmt: skip
+        if EPILOGUE:
+            if hop == 0:
+                mbarrier.wait(sums[8], own & 1)
+                settle(TARGET)  # see `add_tiles`
+                mbarrier.arrive(sums[9])
+                own += 1
+        one = finished(one, of_a, inside, scales_b, sums, hop, first, col, n, rank, rows, WORLD, SCALES, EPILOGUE, WIDE)
         stage_part(one, stagings.index(GROUP), staged.index(GROUP), drained.index(GROUP), sent, TARGET)
         if PARTS == 2:
+            two = finished(two, of_a, inside, scales_b, sums, hop, first, col + WIDE, n, rank, rows, WORLD, SCALES, EPILOGUE, WIDE)
             stage_part(two, stagings.index(GROUP), staged.index(GROUP), drained.index(GROUP), sent + 1, TARGET)
         sent += PARTS
 
@@ -136,9 +219,13 @@ def multiply_tiles(
 @gluon.jit
 def send_tiles(
     boxes, stagings, staged, drained, flags, bases, epoch, share,
-    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, EPILOGUE: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr,
+    WIDE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """The sender. `boxes` are views [2 * WORLD, rows, n] of the inboxes by hop; flags are [row of tiles, tile, source]."""
+    """The sender. `boxes` are views [2 * WORLD, rows, n] of the inboxes by hop; flags are [row of tiles, tile, source].
+
+    With EPILOGUE this rank's tiles are whole sums, and the first view is that of C [1, rows, n]. No flag is set for them.
+    """
     items, rank, _, _, m_tiles, n_tiles = share
     layout: gl.constexpr = boxes[0].layout
     dtype: gl.constexpr = boxes[0].dtype
@@ -154,7 +241,8 @@ def send_tiles(
             stage = reinterpret(stagings.index(group), dtype, [1, 1, X_ROWS, WIDE], layout).index(0)
             for to in gl.static_range(WORLD):
                 if hop == to:
-                    store_block(boxes[to], [(epoch & 1) * WORLD + rank, row, col], stage)
+                    slot = 0 if EPILOGUE and to == 0 else (epoch & 1) * WORLD + rank
+                    store_block(boxes[to], [slot, row, col], stage)
             tma.store_wait(0)  # until the staged part has been read
             mbarrier.arrive(drained.index(group))
         sent += PARTS
@@ -164,8 +252,9 @@ def send_tiles(
         )
         settle(TARGET)
         gl.inline_asm_elementwise("fence.acq_rel.sys;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        flag = flag_address(flags, (block * n_tiles + tile) * WORLD + rank, bases, rank, (rank + hop) % WORLD)
-        gl.atomic_xchg(flag, epoch, sem="relaxed", scope="sys")
+        if not EPILOGUE or hop > 0:
+            flag = flag_address(flags, (block * n_tiles + tile) * WORLD + rank, bases, rank, (rank + hop) % WORLD)
+            gl.atomic_xchg(flag, epoch, sem="relaxed", scope="sys")
 
 
 @gluon.jit
@@ -192,6 +281,24 @@ def poll_tiles(flags, epoch, control, landed, taken, share, WORLD: gl.constexpr,
 
 
 @gluon.jit
+def poll_peers(
+    flags, epoch, control, landed, taken, share, WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, TARGET: gl.constexpr
+):
+    """The poller with EPILOGUE: for each of this rank's tiles that the program computes, waits for those of all peers."""
+    items, rank, _, _, m_tiles, n_tiles = share
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        hop, block, tile = tile_at(item, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
+        if hop == 0:
+            for distance in gl.static_range(1, WORLD):
+                peer = (rank + distance) % WORLD
+                wait_first(flags, (block * n_tiles + tile) * WORLD + peer, 1, peer, epoch, control, 1, TARGET)
+            mbarrier.wait(taken, (turn & 1) ^ 1)
+            mbarrier.arrive(landed)
+            turn += 1
+
+
+@gluon.jit
 def add_tiles(
     out, bias, residual, added, box, room, n, m, epoch, landed, taken, share,
     WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
@@ -215,22 +322,21 @@ def add_tiles(
             first = gl.cast((epoch & 1) * WORLD + source, gl.int64) * room * n
             # Bypasses the L1, because nothing invalidates it for these warps.
             total += gl.load(box + first + at, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
-        if added is not None:
-            below = (r < m - rank * rows)[:, None]  # rows that are not padding
-            shared = gl.load(bias + c, mask=(c < n) & (added % 2 == 1), other=0.0).to(gl.float32)
-            total += gl.where(below, shared[None, :], 0.0)
-            total += gl.load(residual + at, mask=inside & below & (added >= 2), other=0.0).to(gl.float32)
+        total = with_addends(total, bias, residual, added, r, c, at, inside, n, m, rank, rows)
         gl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
         turn += 1  # noqa: SIM113
 
 
 @gluon.jit
 def scatter_tiles(
-    a, b, boxes, out, bias, residual, added, box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
-    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
-    TARGET: gl.constexpr,
+    a, b, boxes, of_all, out, bias, residual, added, box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, EPILOGUE: gl.constexpr, GROUPS: gl.constexpr,
+    PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """A program's part of a call. `a` [m, cols] and `b` [n, cols] are TMA descriptors of the blocks of a group and of a part."""
+    """A program's part of a call. `a` [m, cols] and `b` [n, cols] are TMA descriptors of the blocks of a group and of a part.
+
+    With scales they are those of words of two codes, and `of_all` are the scales as in `multiply_tiles`.
+    """
     HIGH: gl.constexpr = GROUPS * X_ROWS
     m_tiles = gl.cdiv(rows, HIGH)
     n_tiles = gl.cdiv(n, PARTS * WIDE)
@@ -243,31 +349,55 @@ def scatter_tiles(
         mbarrier.init(staged.index(group), count=1)
         mbarrier.init(drained.index(group), count=1)
     mbarrier.init(landed, count=1)
-    mbarrier.init(taken, count=1)
+    mbarrier.init(taken, count=GROUPS if EPILOGUE else 1)
     fence_async_shared()
     share = (WORLD * m_tiles * n_tiles, rank, rows, cols, m_tiles, n_tiles)
+    sums = (bias, residual, added, box, room, n, m, epoch, landed, taken)
     # Written out, because the list of functions must be a literal in the call. The last numbers are registers per thread.
-    if GROUPS == 1:
+    gl.static_assert(GROUPS <= 2)
+    if EPILOGUE and GROUPS == 1:
         gl.warp_specialize(
             [
-                (multiply_tiles, (0, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (multiply_tiles, (0, of_all, sums, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
+                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
+                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, EPILOGUE, GROUPS, PARTS, WIDE, TARGET)),
+                (poll_peers, (flags, epoch, control, landed, taken, share, WORLD, INTERLEAVED, GROUP_M, TARGET)),
+            ],
+            [1, 1, 1],
+            [88, 88, 88],
+        )  # fmt: skip
+    elif EPILOGUE:
+        gl.warp_specialize(
+            [
+                (multiply_tiles, (0, of_all, sums, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
+                (multiply_tiles, (1, of_all, sums, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
+                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
+                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, EPILOGUE, GROUPS, PARTS, WIDE, TARGET)),
+                (poll_peers, (flags, epoch, control, landed, taken, share, WORLD, INTERLEAVED, GROUP_M, TARGET)),
+            ],
+            [4, 1, 1, 1],
+            [224, 56, 56, 56],
+        )  # fmt: skip
+    elif GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (multiply_tiles, (0, of_all, sums, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
                 (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, landed, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
                 (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
-                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
+                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, EPILOGUE, GROUPS, PARTS, WIDE, TARGET)),
                 (poll_tiles, (flags, epoch, control, landed, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
             ],
             [4, 1, 1, 1],
             [184, 88, 88, 88],
         )  # fmt: skip
     else:
-        gl.static_assert(GROUPS == 2)
         gl.warp_specialize(
             [
-                (multiply_tiles, (0, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
-                (multiply_tiles, (1, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (multiply_tiles, (0, of_all, sums, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
+                (multiply_tiles, (1, of_all, sums, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
                 (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, landed, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
                 (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
-                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
+                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, EPILOGUE, GROUPS, PARTS, WIDE, TARGET)),
                 (poll_tiles, (flags, epoch, control, landed, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
             ],
             [4, 4, 1, 1, 1],
@@ -277,20 +407,22 @@ def scatter_tiles(
 
 MOST_REGISTERS = {1: 168, 2: 128}
 """Registers per thread at the launch, by multiplying groups: all of a processor. The kernel redistributes them among warps."""
+MOST_WITHOUT_ADDERS = 168
+"""The same where no warps add up but those groups."""
 
 
 @gluon.jit(do_not_specialize=["rank", "added"])
 def push_specialized_kernel(
     a, b, box0, box1, box2, box3, box4, box5, box6, box7, out, bias, residual, added, box, flags, bases, control,
     rank, rows, cols, room, n, m,
-    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
-    TARGET: gl.constexpr,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, EPILOGUE: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr,
+    WIDE: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     epoch = gl.load(control + EPOCH)
     scatter_tiles(
-        a, b, (box0, box1, box2, box3, box4, box5, box6, box7), out, bias, residual, added, box, flags, bases, control,
+        a, b, (box0, box1, box2, box3, box4, box5, box6, box7), None, out, bias, residual, added, box, flags, bases, control,
         rank, epoch, rows, cols, room, n, m,
-        WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES, TARGET,
+        WORLD, INTERLEAVED, GROUP_M, "none", EPILOGUE, GROUPS, PARTS, WIDE, STAGES, 1, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0), TARGET)
 
@@ -306,12 +438,16 @@ class PushSpecialized(Adding):
         inboxes = [context.heap.peer(self.box, (context.rank + hop) % world) for hop in range(world)]
         views = [self.view(inbox.view(2 * world, self.room, n), [1, GROUP_ROWS, wide]) for inbox in inboxes]
         self.boxes = padded(views, MOST_RANKS, None)
-        self.wide = wide
+        self.wide, self.epilogue = wide, config["adds"] == "epilogue"
         self.constants = {
             "WORLD": world, "INTERLEAVED": config["order"] == "interleaved", "GROUP_M": config["group_m"],
-            "GROUPS": high // GROUP_ROWS, "PARTS": across // wide, "WIDE": wide, "STAGES": config["num_stages"], "num_warps": 4,
-            "maxnreg": MOST_REGISTERS[high // GROUP_ROWS],
+            "EPILOGUE": self.epilogue, "GROUPS": high // GROUP_ROWS, "PARTS": across // wide, "WIDE": wide, "STAGES": config["num_stages"],
+            "num_warps": 4, "maxnreg": MOST_WITHOUT_ADDERS if self.epilogue else MOST_REGISTERS[high // GROUP_ROWS],
         }  # fmt: skip
+
+    def views_of(self, out: Tensor) -> list[Any]:
+        """The tiles' destinations by hop: inboxes, or C itself where the epilogue adds up this rank's tiles."""
+        return [self.view(out[None], [1, GROUP_ROWS, self.wide]), *self.boxes[1:]] if self.epilogue else self.boxes
 
     def view(self, tensor: Tensor, box: list[int]) -> Any:
         """A TMA descriptor of boxes of a tensor."""
@@ -321,7 +457,7 @@ class PushSpecialized(Adding):
         problem, context = self.problem, self.context
         context.launch(
             push_specialized_kernel, (context.processors,),
-            self.view(a, [GROUP_ROWS, tiling.BLOCK_K]), self.view(b, [self.wide, tiling.BLOCK_K]), *self.boxes,
+            self.view(a, [GROUP_ROWS, tiling.BLOCK_K]), self.view(b, [self.wide, tiling.BLOCK_K]), *self.views_of(out),
             out, *addends(out, bias, residual), self.box, self.flags, context.heap.bases, self.control,
             context.rank, problem.shard_rows, problem.k, self.room, problem.n, problem.m,
             **self.constants,
@@ -332,104 +468,19 @@ class PushSpecialized(Adding):
         return {}
 
 
-@gluon.jit
-def multiply_scaled(
-    GROUP: gl.constexpr, of_all, n, m, stagings, staged, drained, buffers, share,
-    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
-    STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
-):  # fmt: skip
-    """`multiply_tiles` for codes. `of_all` are the scales of A and of B with the strides of the former."""
-    scales_a, stride_m, stride_g, scales_b = of_all
-    items, rank, rows, cols, m_tiles, n_tiles = share
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
-    groups = gl.cdiv(2 * cols, CODES)
-    turn = 0
-    sent = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        hop, block, tile = tile_at(item, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
-        within = (block * GROUPS + GROUP) * X_ROWS + gl.arange(0, X_ROWS, layout=gl.SliceLayout(1, layout))
-        row = (rank + hop) % WORLD * rows + within
-        inside = (within < rows) & (row < m)
-        of_a = scales_a + gl.where(inside, row, 0) * stride_m
-        col = tile * (PARTS * WIDE)
-        of_b = scales_b + col // CODES * groups
-        one, two, _, turn = multiply_tile(
-            GROUP, buffers, cols, turn, of_a, stride_g, of_b,
-            SCALES, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1, STRIPS,
-        )  # fmt: skip
-        # Rows of padding lie in the next owner's rows, or are zeros that a NaN of B makes NaN.
-        one = gl.where(inside[:, None], with_scales(one, of_a, inside, scales_b, col, n, SCALES, False), 0.0)
-        stage_part(one, stagings.index(GROUP), staged.index(GROUP), drained.index(GROUP), sent, TARGET)
-        if PARTS == 2:
-            two = gl.where(inside[:, None], with_scales(two, of_a, inside, scales_b, col + WIDE, n, SCALES, False), 0.0)
-            stage_part(two, stagings.index(GROUP), staged.index(GROUP), drained.index(GROUP), sent + 1, TARGET)
-        sent += PARTS
-
-
-@gluon.jit
-def scatter_scaled(
-    a, b, boxes, of_all, out, bias, residual, added, box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
-    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
-    STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
-):  # fmt: skip
-    """`scatter_tiles` for codes. `a` [m, cols] and `b` [n, cols] are TMA descriptors of words of two codes."""
-    HIGH: gl.constexpr = GROUPS * X_ROWS
-    m_tiles = gl.cdiv(rows, HIGH)
-    n_tiles = gl.cdiv(n, PARTS * WIDE)
-    buffers, stagings = allocate(a, boxes[0], 1, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1)
-    staged = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    drained = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for group in gl.static_range(GROUPS):
-        mbarrier.init(staged.index(group), count=1)
-        mbarrier.init(drained.index(group), count=1)
-    mbarrier.init(landed, count=1)
-    mbarrier.init(taken, count=1)
-    fence_async_shared()
-    share = (WORLD * m_tiles * n_tiles, rank, rows, cols, m_tiles, n_tiles)
-    # Written out, because the list of functions must be a literal in the call. The last numbers are registers per thread.
-    if GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (multiply_scaled, (0, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
-                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, landed, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
-                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
-                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
-                (poll_tiles, (flags, epoch, control, landed, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
-            ],
-            [4, 1, 1, 1],
-            [184, 88, 88, 88],
-        )  # fmt: skip
-    else:
-        gl.static_assert(GROUPS == 2)
-        gl.warp_specialize(
-            [
-                (multiply_scaled, (0, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
-                (multiply_scaled, (1, of_all, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
-                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, landed, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
-                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
-                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
-                (poll_tiles, (flags, epoch, control, landed, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
-            ],
-            [4, 4, 1, 1, 1],
-            [176, 104, 56, 56, 56],
-        )  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=["rank", "added"])
 def scaled_specialized_kernel(
     a, b, box0, box1, box2, box3, box4, box5, box6, box7, out, bias, residual, added, box, flags, bases, control,
     scales_a, stride_m, stride_g, scales_b, rank, rows, cols, room, n, m,
-    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
-    STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, EPILOGUE: gl.constexpr, GROUPS: gl.constexpr,
+    PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     await_launch()
     epoch = gl.load(control + EPOCH)
-    scatter_scaled(
+    scatter_tiles(
         a, b, (box0, box1, box2, box3, box4, box5, box6, box7), (scales_a, stride_m, stride_g, scales_b), out, bias, residual, added,
         box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
-        WORLD, INTERLEAVED, GROUP_M, SCALES, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET,
+        WORLD, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0), TARGET)
 
@@ -455,7 +506,7 @@ class ScaledSpecialized(PushSpecialized):
         strides = scales.stride() if scales.dim() == 2 else (0, 0)
         context.launch(
             scaled_specialized_kernel, (context.processors,),
-            self.view(codes, [GROUP_ROWS, tiling.BLOCK_K]), self.view(b, [self.wide, tiling.BLOCK_K]), *self.boxes,
+            self.view(codes, [GROUP_ROWS, tiling.BLOCK_K]), self.view(b, [self.wide, tiling.BLOCK_K]), *self.views_of(out),
             out, *addends(out, bias, residual), self.box, self.flags, context.heap.bases, self.control,
             scales, *strides, scales_b,
             context.rank, problem.shard_rows, problem.k // 2, self.room, problem.n, problem.m,
