@@ -19,10 +19,9 @@ K, PROGRAMS = 136, 3
 TILES = [(64, 128), (64, 256), (128, 128), (128, 256)]
 
 
-def destinations(boxes: list[np.ndarray], out: np.ndarray, rank: int, wide: int, epilogue: bool) -> tuple[View, ...]:
-    """See `PushSpecialized.views_of`."""
-    views = [View(boxes[(rank + hop) % len(boxes)], (1, 64, wide)) for hop in range(len(boxes))]
-    return (View(out[None], (1, 64, wide)), *views[1:]) if epilogue else tuple(views)
+def place_of(out: np.ndarray, wide: int, epilogue: bool) -> View | Pointer:
+    """See `PushSpecialized.place_of`."""
+    return View(out[None], (1, 64, wide)) if epilogue else Pointer(out.reshape(-1))
 
 
 def run(
@@ -48,9 +47,10 @@ def run(
 
     def calls_of(rank: int) -> None:
         for number, m in enumerate(sizes):
-            out, residual = (Pointer(of[number][rank].reshape(-1)) for of in (outs, residuals))
+            residual = Pointer(residuals[number][rank].reshape(-1))
             added = (Pointer(bias), residual, 3) if with_addends else (None, None, None)
-            views = destinations(boxes, outs[number][rank], rank, wide, epilogue)
+            views = tuple(View(boxes[(rank + hop) % world], (1, 64, wide)) for hop in range(world))
+            out = place_of(outs[number][rank], wide, epilogue)
             args = (
                 View(inputs[number][rank], (64, 64)), View(weights[rank], (wide, 64)), views, None, out, *added,
                 Pointer(boxes[rank].reshape(-1)), flags, None, None, rank, number + 1, ceil_div(m, world), K, room, n, m,
@@ -117,9 +117,10 @@ def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int], 
             (a, of_a), (b, of_b) = inputs[number][rank], weights[rank]
             strides = of_a.stride() if of_a.dim() == 2 else (0, 0)
             of_all = (Pointer(of_a.t().reshape(-1).numpy()), *strides, Pointer(of_b.reshape(-1).numpy()))
-            views = destinations(boxes, outs[number][rank], rank, wide, epilogue)
+            views = tuple(View(boxes[(rank + hop) % world], (1, 64, wide)) for hop in range(world))
+            out = place_of(outs[number][rank], wide, epilogue)
             args = (
-                words_of(a, 64), words_of(b, wide), views, of_all, Pointer(outs[number][rank].reshape(-1)), None, None, None,
+                words_of(a, 64), words_of(b, wide), views, of_all, out, None, None, None,
                 Pointer(boxes[rank].reshape(-1)), flags, None, None, rank, number + 1, ceil_div(m, world), k // 2, room, n, m,
                 world, False, 4, scales, epilogue, high // 64, across // wide, wide, stages, strips, "cuda",
             )  # fmt: skip

@@ -27,6 +27,7 @@ from autotax.kernels.all_gather_gemm.roles import (
     X_ROWS,
     allocate,
     layout_of,
+    load_block,
     load_groups,
     load_parts,
     padded,
@@ -138,32 +139,35 @@ def with_addends(total, bias, residual, added, r, c, at, inside, n, m, rank, row
 
 
 @gluon.jit
-def with_peers(own, sums, row, col, rank, rows, WORLD: gl.constexpr, WIDE: gl.constexpr):
-    """The sum of this rank's part and of those that its peers have sent, of the next rank first, with the addends."""
-    bias, residual, added, box, room, n, m, epoch, _, _ = sums
-    n = n // 8 * 8  # shows the compiler the alignment
+def with_peers(own, sums, staging, reads, row, col, rank, rows, WORLD: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr):
+    """The sum of this rank's part and of those that its peers have sent, of the next rank first, with the addends.
+
+    `poll_peers` loads the parts one after the other into the staging area. Returns the sum and the new number of `reads`.
+    """
+    bias, residual, added, n, m, landed, taken = sums
     layout: gl.constexpr = own.type.layout
-    r = row + gl.arange(0, X_ROWS, layout=gl.SliceLayout(1, layout))
-    c = col + gl.arange(0, WIDE, layout=gl.SliceLayout(0, layout))
-    inside = (r < rows)[:, None] & (c < n)[None, :]
-    at = r.to(gl.int64)[:, None] * n + c[None, :]
     for hop in gl.static_range(1, WORLD):
-        first = gl.cast((epoch & 1) * WORLD + (rank + hop) % WORLD, gl.int64) * room * n
-        own += gl.load(box + first + at, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
-    return with_addends(own, bias, residual, added, r, c, at, inside, n, m, rank, rows)
+        mbarrier.wait(landed, reads & 1)
+        own += staging.load(layout).to(gl.float32)
+        reads += 1
+        if hop < WORLD - 1:
+            settle(TARGET)  # all warps have read it
+            mbarrier.arrive(taken)
+    if added is not None:
+        n = n // 8 * 8  # shows the compiler the alignment
+        r = row + gl.arange(0, X_ROWS, layout=gl.SliceLayout(1, layout))
+        c = col + gl.arange(0, WIDE, layout=gl.SliceLayout(0, layout))
+        inside = (r < rows)[:, None] & (c < n)[None, :]
+        at = r.to(gl.int64)[:, None] * n + c[None, :]
+        own = with_addends(own, bias, residual, added, r, c, at, inside, n, m, rank, rows)
+    return own, reads
 
 
 @gluon.jit
-def finished(
-    total, of_a, inside, scales_b, sums, hop, row, col, n, rank, rows,
-    WORLD: gl.constexpr, SCALES: gl.constexpr, EPILOGUE: gl.constexpr, WIDE: gl.constexpr,
-):  # fmt: skip
-    """A part of a tile with its scales, and with EPILOGUE a part of this rank's rows with all that is added to it."""
-    if SCALES != "none":  # rows of padding lie in the next owner's rows, or are zeros that a NaN of B makes NaN
+def with_row_scales(total, of_a, inside, scales_b, col, n, SCALES: gl.constexpr):
+    """A part with its scales. Rows of padding lie in the next owner's rows, or are zeros that a NaN of B makes NaN."""
+    if SCALES != "none":
         total = gl.where(inside[:, None], with_scales(total, of_a, inside, scales_b, col, n, SCALES, False), 0.0)
-    if EPILOGUE:
-        if hop == 0:
-            total = with_peers(total, sums, row, col, rank, rows, WORLD, WIDE)
     return total
 
 
@@ -182,7 +186,11 @@ def multiply_tiles(
     groups = gl.cdiv(2 * cols, CODES)
     turn = 0
     sent = 0
-    own = 0
+    reads = 0
+    staging = stagings.index(GROUP)
+    if EPILOGUE:
+        bias, residual, added, of_n, of_m, landed, taken = sums
+        sums = bias, residual, added, of_n, of_m, landed.index(GROUP), taken.index(GROUP)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         hop, block, tile = tile_at(item, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
         first = (block * GROUPS + GROUP) * X_ROWS
@@ -202,34 +210,39 @@ def multiply_tiles(
                 GROUP, buffers, cols, turn, of_a, stride_g, of_b,
                 SCALES, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1, STRIPS,
             )  # fmt: skip
+        one = with_row_scales(one, of_a, inside, scales_b, col, n, SCALES)
         if EPILOGUE:
             if hop == 0:
-                mbarrier.wait(sums[8], own & 1)
-                settle(TARGET)  # see `add_tiles`
-                mbarrier.arrive(sums[9])
-                own += 1
-        one = finished(one, of_a, inside, scales_b, sums, hop, first, col, n, rank, rows, WORLD, SCALES, EPILOGUE, WIDE)
-        stage_part(one, stagings.index(GROUP), staged.index(GROUP), drained.index(GROUP), sent, TARGET)
+                one, reads = with_peers(one, sums, staging, reads, first, col, rank, rows, WORLD, WIDE, TARGET)
+        stage_part(one, staging, staged.index(GROUP), drained.index(GROUP), sent, TARGET)
         if PARTS == 2:
-            two = finished(two, of_a, inside, scales_b, sums, hop, first, col + WIDE, n, rank, rows, WORLD, SCALES, EPILOGUE, WIDE)
-            stage_part(two, stagings.index(GROUP), staged.index(GROUP), drained.index(GROUP), sent + 1, TARGET)
+            two = with_row_scales(two, of_a, inside, scales_b, col + WIDE, n, SCALES)
+            if EPILOGUE:
+                if hop == 0:
+                    two, reads = with_peers(two, sums, staging, reads, first, col + WIDE, rank, rows, WORLD, WIDE, TARGET)
+            stage_part(two, staging, staged.index(GROUP), drained.index(GROUP), sent + 1, TARGET)
         sent += PARTS
 
 
 @gluon.jit
 def send_tiles(
-    boxes, stagings, staged, drained, flags, bases, epoch, share,
+    boxes, out, stagings, staged, drained, taken, flags, bases, epoch, share,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, EPILOGUE: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr,
     WIDE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """The sender. `boxes` are views [2 * WORLD, rows, n] of the inboxes by hop; flags are [row of tiles, tile, source].
 
-    With EPILOGUE this rank's tiles are whole sums, and the first view is that of C [1, rows, n]. No flag is set for them.
+    With EPILOGUE this rank's tiles are whole sums. They go to `out`, a view of C [1, rows, n], and no flag is set for them. The
+    sender tells the poller when the staging area is free for what the peers have sent of such a tile.
     """
     items, rank, _, _, m_tiles, n_tiles = share
     layout: gl.constexpr = boxes[0].layout
     dtype: gl.constexpr = boxes[0].dtype
+    remote = (WORLD - 1) * m_tiles * n_tiles
     sent = 0
+    if EPILOGUE:
+        for area in gl.static_range(GROUPS):
+            mbarrier.arrive(taken.index(area), pred=(gl.program_id(0) >= remote) & (gl.program_id(0) < items))
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         hop, block, tile = tile_at(item, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
         for step in range(PARTS * GROUPS):
@@ -241,10 +254,15 @@ def send_tiles(
             stage = reinterpret(stagings.index(group), dtype, [1, 1, X_ROWS, WIDE], layout).index(0)
             for to in gl.static_range(WORLD):
                 if hop == to:
-                    slot = 0 if EPILOGUE and to == 0 else (epoch & 1) * WORLD + rank
-                    store_block(boxes[to], [slot, row, col], stage)
+                    if EPILOGUE and to == 0:
+                        store_block(out, [0, row, col], stage)
+                    else:
+                        store_block(boxes[to], [(epoch & 1) * WORLD + rank, row, col], stage)
             tma.store_wait(0)  # until the staged part has been read
             mbarrier.arrive(drained.index(group))
+            if EPILOGUE:
+                following = gl.where(part < PARTS - 1, item, item + gl.num_programs(0))
+                mbarrier.arrive(taken.index(group), pred=(following >= remote) & (following < items))
         sent += PARTS
         # Waits until the tile is written, not only read. The proxy fence then orders it before the flag.
         gl.inline_asm_elementwise(
@@ -282,20 +300,32 @@ def poll_tiles(flags, epoch, control, landed, taken, share, WORLD: gl.constexpr,
 
 @gluon.jit
 def poll_peers(
-    flags, epoch, control, landed, taken, share, WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, TARGET: gl.constexpr
-):
-    """The poller with EPILOGUE: for each of this rank's tiles that the program computes, waits for those of all peers."""
+    inbox, stagings, flags, epoch, control, landed, taken, share,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """The poller with EPILOGUE: for each of this rank's tiles that the program computes, waits for those of all peers.
+
+    It loads their parts into the staging areas, the first while the tile is multiplied. `inbox` is a view [2 * WORLD, rows, n].
+    """
     items, rank, _, _, m_tiles, n_tiles = share
-    turn = 0
+    layout: gl.constexpr = inbox.layout
+    loads = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         hop, block, tile = tile_at(item, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
         if hop == 0:
             for distance in gl.static_range(1, WORLD):
                 peer = (rank + distance) % WORLD
                 wait_first(flags, (block * n_tiles + tile) * WORLD + peer, 1, peer, epoch, control, 1, TARGET)
-            mbarrier.wait(taken, (turn & 1) ^ 1)
-            mbarrier.arrive(landed)
-            turn += 1
+            for part in gl.static_range(PARTS):
+                for distance in gl.static_range(1, WORLD):
+                    slot = (epoch & 1) * WORLD + (rank + distance) % WORLD
+                    for group in gl.static_range(GROUPS):
+                        mbarrier.wait(taken.index(group), loads & 1)
+                        stage = reinterpret(stagings.index(group), inbox.dtype, [1, 1, X_ROWS, WIDE], layout).index(0)
+                        mbarrier.expect(landed.index(group), X_ROWS * WIDE * 2)
+                        row = (block * GROUPS + group) * X_ROWS
+                        load_block(inbox, [slot, row, (tile * PARTS + part) * WIDE], landed.index(group), stage)
+                    loads += 1
 
 
 @gluon.jit
@@ -335,7 +365,8 @@ def scatter_tiles(
 ):  # fmt: skip
     """A program's part of a call. `a` [m, cols] and `b` [n, cols] are TMA descriptors of the blocks of a group and of a part.
 
-    With scales they are those of words of two codes, and `of_all` are the scales as in `multiply_tiles`.
+    With scales they are those of words of two codes, and `of_all` are the scales as in `multiply_tiles`. `out` is C, or with
+    EPILOGUE its view.
     """
     HIGH: gl.constexpr = GROUPS * X_ROWS
     m_tiles = gl.cdiv(rows, HIGH)
@@ -343,16 +374,23 @@ def scatter_tiles(
     buffers, stagings = allocate(a, boxes[0], 1, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1)
     staged = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     drained = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for group in gl.static_range(GROUPS):
         mbarrier.init(staged.index(group), count=1)
         mbarrier.init(drained.index(group), count=1)
-    mbarrier.init(landed, count=1)
-    mbarrier.init(taken, count=GROUPS if EPILOGUE else 1)
+    if EPILOGUE:
+        landed = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+        taken = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+        for group in gl.static_range(GROUPS):
+            mbarrier.init(landed.index(group), count=1)
+            mbarrier.init(taken.index(group), count=1)
+    else:
+        landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(landed, count=1)
+        mbarrier.init(taken, count=1)
     fence_async_shared()
     share = (WORLD * m_tiles * n_tiles, rank, rows, cols, m_tiles, n_tiles)
-    sums = (bias, residual, added, box, room, n, m, epoch, landed, taken)
+    sums = (bias, residual, added, n, m, landed, taken)
     # Written out, because the list of functions must be a literal in the call. The last numbers are registers per thread.
     gl.static_assert(GROUPS <= 2)
     if EPILOGUE and GROUPS == 1:
@@ -360,8 +398,8 @@ def scatter_tiles(
             [
                 (multiply_tiles, (0, of_all, sums, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
                 (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
-                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, EPILOGUE, GROUPS, PARTS, WIDE, TARGET)),
-                (poll_peers, (flags, epoch, control, landed, taken, share, WORLD, INTERLEAVED, GROUP_M, TARGET)),
+                (send_tiles, (boxes, out, stagings, staged, drained, taken, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, EPILOGUE, GROUPS, PARTS, WIDE, TARGET)),
+                (poll_peers, (boxes[0], stagings, flags, epoch, control, landed, taken, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
             ],
             [1, 1, 1],
             [88, 88, 88],
@@ -372,8 +410,8 @@ def scatter_tiles(
                 (multiply_tiles, (0, of_all, sums, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
                 (multiply_tiles, (1, of_all, sums, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
                 (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
-                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, EPILOGUE, GROUPS, PARTS, WIDE, TARGET)),
-                (poll_peers, (flags, epoch, control, landed, taken, share, WORLD, INTERLEAVED, GROUP_M, TARGET)),
+                (send_tiles, (boxes, out, stagings, staged, drained, taken, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, EPILOGUE, GROUPS, PARTS, WIDE, TARGET)),
+                (poll_peers, (boxes[0], stagings, flags, epoch, control, landed, taken, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
             ],
             [4, 1, 1, 1],
             [224, 56, 56, 56],
@@ -384,7 +422,7 @@ def scatter_tiles(
                 (multiply_tiles, (0, of_all, sums, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
                 (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, landed, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
                 (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
-                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, EPILOGUE, GROUPS, PARTS, WIDE, TARGET)),
+                (send_tiles, (boxes, out, stagings, staged, drained, taken, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, EPILOGUE, GROUPS, PARTS, WIDE, TARGET)),
                 (poll_tiles, (flags, epoch, control, landed, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
             ],
             [4, 1, 1, 1],
@@ -397,7 +435,7 @@ def scatter_tiles(
                 (multiply_tiles, (1, of_all, sums, n, m, stagings, staged, drained, buffers, share, WORLD, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
                 (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, landed, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
                 (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
-                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, EPILOGUE, GROUPS, PARTS, WIDE, TARGET)),
+                (send_tiles, (boxes, out, stagings, staged, drained, taken, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, EPILOGUE, GROUPS, PARTS, WIDE, TARGET)),
                 (poll_tiles, (flags, epoch, control, landed, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
             ],
             [4, 4, 1, 1, 1],
@@ -445,9 +483,9 @@ class PushSpecialized(Adding):
             "num_warps": 4, "maxnreg": MOST_WITHOUT_ADDERS if self.epilogue else MOST_REGISTERS[high // GROUP_ROWS],
         }  # fmt: skip
 
-    def views_of(self, out: Tensor) -> list[Any]:
-        """The tiles' destinations by hop: inboxes, or C itself where the epilogue adds up this rank's tiles."""
-        return [self.view(out[None], [1, GROUP_ROWS, self.wide]), *self.boxes[1:]] if self.epilogue else self.boxes
+    def place_of(self, out: Tensor) -> Any:
+        """C as the kernel takes it: a view for the sender where the epilogue adds up this rank's tiles."""
+        return self.view(out[None], [1, GROUP_ROWS, self.wide]) if self.epilogue else out
 
     def view(self, tensor: Tensor, box: list[int]) -> Any:
         """A TMA descriptor of boxes of a tensor."""
@@ -457,8 +495,8 @@ class PushSpecialized(Adding):
         problem, context = self.problem, self.context
         context.launch(
             push_specialized_kernel, (context.processors,),
-            self.view(a, [GROUP_ROWS, tiling.BLOCK_K]), self.view(b, [self.wide, tiling.BLOCK_K]), *self.views_of(out),
-            out, *addends(out, bias, residual), self.box, self.flags, context.heap.bases, self.control,
+            self.view(a, [GROUP_ROWS, tiling.BLOCK_K]), self.view(b, [self.wide, tiling.BLOCK_K]), *self.boxes,
+            self.place_of(out), *addends(out, bias, residual), self.box, self.flags, context.heap.bases, self.control,
             context.rank, problem.shard_rows, problem.k, self.room, problem.n, problem.m,
             **self.constants,
         )  # fmt: skip
@@ -506,8 +544,8 @@ class ScaledSpecialized(PushSpecialized):
         strides = scales.stride() if scales.dim() == 2 else (0, 0)
         context.launch(
             scaled_specialized_kernel, (context.processors,),
-            self.view(codes, [GROUP_ROWS, tiling.BLOCK_K]), self.view(b, [self.wide, tiling.BLOCK_K]), *self.views_of(out),
-            out, *addends(out, bias, residual), self.box, self.flags, context.heap.bases, self.control,
+            self.view(codes, [GROUP_ROWS, tiling.BLOCK_K]), self.view(b, [self.wide, tiling.BLOCK_K]), *self.boxes,
+            self.place_of(out), *addends(out, bias, residual), self.box, self.flags, context.heap.bases, self.control,
             scales, *strides, scales_b,
             context.rank, problem.shard_rows, problem.k // 2, self.room, problem.n, problem.m,
             **self.constants,
