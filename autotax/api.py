@@ -191,7 +191,13 @@ def stale_here(
     if problems is not None:
         check(problems, hardware)
     outdated = stale_winners(winners, here, problems=problems, any_conditions=conditions is None, everything=everything)
-    return sorted(outdated, key=lambda stale: stale.problem.world_size)
+    return sorted(map(partial(_completed, hardware), outdated), key=lambda stale: stale.problem.world_size)
+
+
+def _completed(hardware: Hardware, stale: Stale) -> Stale:
+    """The former winners of a problem with the parameters that they are older than."""
+    space = space_for(stale.problem, hardware)
+    return replace(stale, winners=tuple(replace(winner, config=space.completed(winner.config)) for winner in stale.winners))
 
 
 def hold_equal(

@@ -46,6 +46,12 @@ class VariantSpace:
     parameters: dict[str, tuple[Value, ...]] = field(default_factory=dict)
     constraints: tuple[Constraint, ...] = ()
     seeds: tuple[Config, ...] = ()
+    former: dict[str, Value] = field(default_factory=dict)
+    """What configs did that are older than a parameter, as a value of that parameter."""
+
+    def completed(self, config: Config) -> Config:
+        """The config, with the parameters that it is older than."""
+        return Config.of(self.variant, self.former | config.values) if self.former else config
 
     def why_not(self, config: Config) -> str | None:
         values = config.values
@@ -127,6 +133,10 @@ class Space:
         """16 hexadecimal digits that name the variants and the choices of their parameters."""
         choices = {name: variant.parameters for name, variant in self.variants.items()}
         return hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest()[:16]
+
+    def completed(self, config: Config) -> Config:
+        """See VariantSpace.completed. A config of a variant that is not in this space stays as it is."""
+        return self.variants[config.variant].completed(config) if config.variant in self.variants else config
 
     def why_not(self, config: Config) -> str | None:
         """Why a config is not admitted, or None if it is."""

@@ -323,7 +323,7 @@ def _specialized(
         seeds.append(Config.of(variant, block_m=m, block_n=n, num_stages=stages, group_m=group, order=order, adds=EPILOGUE))
     apart = [Config.of(variant, seed.values | {"adds": "warps"}) for seed in seeds]
     seeds[2:2] = [seed for seed in apart if suits(seed["block_m"], seed["block_n"], "warps")][:1]
-    return VariantSpace(variant, parameters, constraints, tuple(seeds))
+    return VariantSpace(variant, parameters, constraints, tuple(seeds), former={"adds": "warps"})
 
 
 MOST_BLOCK_M = 64

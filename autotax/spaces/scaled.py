@@ -50,7 +50,10 @@ def with_strips(space: VariantSpace, allowed: tuple[Value, ...]) -> VariantSpace
         return strip == GROUP or stages >= (STRIP_STAGES if block_n <= MOST_TOGETHER else WIDE_STRIP_STAGES)
 
     constraint = Constraint(("block_n", "num_stages", "strip"), loads, "two strips leave too few stages for those that come next")
-    space = replace(space, parameters=space.parameters | {"strip": allowed}, constraints=(*space.constraints, constraint))
+    space = replace(
+        space, parameters=space.parameters | {"strip": allowed}, former=space.former | {"strip": GROUP},
+        constraints=(*space.constraints, constraint),
+    )  # fmt: skip
     choices = [[Config.of(space.variant, seed.values | {"strip": strip}) for strip in allowed[::-1]] for seed in space.seeds]
     seeds = [next(seed for seed in some if space.why_not(seed) is None) for some in choices]
     return replace(space, seeds=tuple(sorted(seeds, key=lambda seed: -int(seed["strip"]))))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -366,10 +366,22 @@ def test_the_gemm_that_sends_is_pipelined(compilers: Compilers, sending: str) ->
     assert "wgmma.mma_async" in sending
 
 
-def test_warps_that_send_tell_of_a_tile_when_it_is_written_and_add_16_bytes_at_a_time(compilers: Compilers) -> None:
+@pytest.fixture(scope="module")
+def listing_of_sums(compilers: Compilers) -> Callable[[str], str]:
+    """The PTX of warps with roles that send partial sums, by who adds them up."""
     problem = REDUCTIONS["cuda:90"]
-    config = space_for(problem, known_hardware("cuda:90")).default("push_specialized")
-    listing = compilers.submit(_listings, "cuda:90", problem, config).result()["push_specialized_kernel"]
+    usual = space_for(problem, known_hardware("cuda:90")).default("push_specialized").values
+
+    def listing(adds: str) -> str:
+        config = Config.of("push_specialized", usual | {"adds": adds})
+        return str(compilers.submit(_listings, "cuda:90", problem, config).result()["push_specialized_kernel"])
+
+    return listing
+
+
+@pytest.mark.parametrize("adds", ["warps", "epilogue"])
+def test_warps_that_send_tell_of_a_tile_when_it_is_written(listing_of_sums: Callable[[str], str], adds: str) -> None:
+    problem, listing = REDUCTIONS["cuda:90"], listing_of_sums(adds)
     found = re.findall(
         r"cp\.async\.bulk\.wait_group(?!\.read)|fence\.proxy\.async;|fence\.acq_rel\.sys|atom\.global\.sys\.relaxed\.exch",
         listing,
@@ -377,6 +389,19 @@ def test_warps_that_send_tell_of_a_tile_when_it_is_written_and_add_16_bytes_at_a
     told = found.index("cp.async.bulk.wait_group")
     assert found[told + 1 : told + 4] == ["fence.proxy.async;", "fence.acq_rel.sys", "atom.global.sys.relaxed.exch"]
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.global\.shared", listing)) == 2 * problem.world_size  # of 64 columns
+
+
+def test_an_epilogue_that_adds_finds_what_peers_have_sent_in_shared_memory(listing_of_sums: Callable[[str], str]) -> None:
+    problem, listing = REDUCTIONS["cuda:90"], listing_of_sums("epilogue")
+    assert not re.findall(r"ld\.global\.cg", listing)
+    loads = re.findall(r"cp\.async\.bulk\.tensor\.3d\.shared::\w+\.global", listing)
+    config = space_for(problem, known_hardware("cuda:90")).default("push_specialized")
+    parts, groups = config["block_n"] // 128, config["block_m"] // 64
+    assert len(loads) == 2 * parts * groups * (problem.world_size - 1)
+
+
+def test_warps_that_add_read_16_bytes_at_a_time(listing_of_sums: Callable[[str], str]) -> None:
+    problem, listing = REDUCTIONS["cuda:90"], listing_of_sums("warps")
     # What others have stored is not read by way of the L1, and all adders have seen a phase before the poller may end the next.
     reads = re.findall(r"ld\.global\.cg\.\S+", listing)
     assert set(reads) == {"ld.global.cg.v4.b32"}

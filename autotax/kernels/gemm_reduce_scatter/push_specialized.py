@@ -4,9 +4,10 @@ A tile of the partial sum is [GROUPS * 64, PARTS * WIDE]. Tiles of other owners 
 groups multiplies 64 rows by all columns, part by part. It rounds each part and stages it in shared memory. The sender stores
 staged parts in the owner's inbox (TMA). When all of a tile is written there, it sets the flag to the number of the call.
 
-Pieces of this rank's rows are distributed over the four adding warps of all programs, in the order in which tiles arrive. A poll
-takes a microsecond, so a separate warp polls. It waits for the flags of all ranks and signals the adders through the barrier
-`landed`. It runs at most one piece ahead (`taken`). See docs/memory-model.md for why every wait ends.
+Without EPILOGUE pieces of this rank's rows are distributed over the four adding warps of all programs, in the order in which tiles
+arrive. A poll takes a microsecond, so a separate warp polls. It waits for the flags of all ranks and signals the adders through
+the barrier `landed`. It runs at most one piece ahead (`taken`). With EPILOGUE the groups add to their own tiles what the poller
+has loaded into the staging area. See docs/memory-model.md for why every wait ends.
 """
 
 from __future__ import annotations
