@@ -47,7 +47,7 @@ class VariantSpace:
     constraints: tuple[Constraint, ...] = ()
     seeds: tuple[Config, ...] = ()
     former: dict[str, Value] = field(default_factory=dict)
-    """What configs did that are older than a parameter, as a value of that parameter."""
+    """Values of newer parameters, with which a config does what it did before they existed."""
 
     def completed(self, config: Config) -> Config:
         """The config, with the parameters that it is older than."""
