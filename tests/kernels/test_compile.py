@@ -402,7 +402,7 @@ def test_an_epilogue_that_adds_finds_what_peers_have_sent_in_shared_memory(listi
 
 def test_warps_that_add_read_16_bytes_at_a_time(listing_of_sums: Callable[[str], str]) -> None:
     problem, listing = REDUCTIONS["cuda:90"], listing_of_sums("warps")
-    # What others have stored is not read by way of the L1, and all adders have seen a phase before the poller may end the next.
+    # Adders bypass the L1, which misses the stores of peers. All of them have seen a phase before the poller may end the next.
     reads = re.findall(r"ld\.global\.cg\.\S+", listing)
     assert set(reads) == {"ld.global.cg.v4.b32"}
     assert len(reads) == 4 * problem.world_size
