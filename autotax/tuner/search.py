@@ -1,10 +1,10 @@
 """Search: chooses the next config to measure for one problem on one machine.
 
-Bulk-synchronous comes first. Then two sources take turns (docs/search.md): a queue and the sampler. The queue holds seeds and
-former winners, then neighbours of the best configs. The sampler `gp` is the model of autotax.tuner.model; the other samplers are
-Optuna's. A suggestion of Optuna that breaks a constraint, or that has been measured, costs no trial. It is reported to Optuna as
-pruned, because the sampler ignores failed trials. Then Optuna is asked again; after PATIENCE such suggestions in a row a new
-random config is taken.
+Bulk-synchronous comes first, then one config of ours, then what others wrote, so that no search ends without them. After these
+two sources take turns (docs/search.md): a queue and the sampler. The queue holds seeds and former winners, then neighbours of the
+best configs. The sampler `gp` is the model of autotax.tuner.model; the other samplers are Optuna's. A suggestion of Optuna that
+breaks a constraint, or that has been measured, costs no trial. It is reported to Optuna as pruned, because the sampler ignores
+failed trials. Then Optuna is asked again; after PATIENCE such suggestions in a row a new random config is taken.
 
 This module uses no database, so replays use the same search.
 """
@@ -77,6 +77,7 @@ class Search:
         in_turn = zip_longest(precedents, others)
         self._start = [first, *(config for pair in in_turn for config in pair if config)]
         self._queue = deque(self._start)
+        self._alternatives = deque(config for config in others if config.variant in registry.of(space.problem).peers)
         for measurement in measured:
             self._learn(measurement)
 
@@ -86,7 +87,7 @@ class Search:
 
     def forget_queue(self) -> None:
         """Empties the queue, so that only the sampler suggests, as replays want. Bulk-synchronous still comes first."""
-        self._queue = deque(self._start[:1])
+        self._queue, self._alternatives = deque(self._start[:1]), deque()
         self._alone = True
 
     def ask(self) -> Config | None:
@@ -120,9 +121,14 @@ class Search:
         return self._believed().gain(self._free())
 
     def _next(self) -> Config | None:
-        """Alternates between queue and sampler; the queue goes first and starts with bulk-synchronous."""
+        """Alternates between queue and sampler; the queue goes first and starts with bulk-synchronous. The third turn and those
+        after it are the alternatives', as long as there are any.
+        """
         self._turn += 1
         by_model = self._sampler_name == "gp"
+        while self._turn > 2 and self._alternatives:
+            if self._usable(config := self._alternatives.popleft()):
+                return config
         if by_model and (self._turn % 2 == 0 or (self._alone and self.seen)) and (config := self._by_model()):
             return config
         while self._queue:

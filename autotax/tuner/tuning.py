@@ -121,6 +121,8 @@ class _Run:
     cut: bool = False
     """Whether the time limit ended the search."""
     late: bool = False
+    first_s: float | None = None
+    """Seconds until the first trial of this run had ended. Ranks start in it, and a problem's inputs are made."""
     measured: list[Measurement] = field(default_factory=list)
 
     def execute(self) -> Decision | None:
@@ -175,6 +177,7 @@ class _Run:
                 self.flight.begin([config])
                 measurement = self._try(config, best, lambda: self._look_ahead(coming))
                 self._keep(measurement)
+                self.first_s = self.accounts.seconds if self.first_s is None else self.first_s
                 self.accounts.trials += measurement.verified
                 self.search.tell(measurement)
                 self.study.queue(measurement)
@@ -208,7 +211,8 @@ class _Run:
 
     def _paces(self) -> Paces:
         best = self._best(self.measured)
-        trial_s = self.accounts.seconds / max(1, self.accounts.trials)
+        later = self.accounts.trials - 1
+        trial_s = (self.accounts.seconds - (self.first_s or 0.0)) / later if later > 0 else self.accounts.seconds
         return Paces(trial_s, (best.latency_us or 0.0) / 1e6 if best else 0.0, self.hardware.on_gpu)
 
     def _won(self) -> bool:

@@ -12,13 +12,19 @@ from autotax import api
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db import Store
+from autotax.operators import registry
+from autotax.operators.declaration import ONLY_OURS_VARIABLE
+from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.runner import Candidate, Effort, Measurement, Overlap
 from autotax.software import Environment, environment
+from autotax.spaces import space_for
 from autotax.tuner import Settings, Silence, compile_ahead
+from autotax.tuner.search import FEWEST, Search
 from tests.tuner.shared import DECODE, GEMM, H200, run
 from tests.tuner.synthetic import SyntheticRunner
 
 LATER = replace(GEMM, m=1024)
+SUM = GemmReduceScatter(512, 8192, 2048, world_size=4)
 FORESIGHT = 8
 
 
@@ -72,6 +78,21 @@ def test_a_run_asks_first_for_what_was_compiled_ahead(
     run(store, later, problem, sampler=sampler, trials=12, variants=chosen)
     asked = list(dict.fromkeys(config for configs, _ in later.told for config in configs))
     assert foreseen[:FORESIGHT] == asked[:FORESIGHT] and len(foreseen) > FORESIGHT
+
+
+@pytest.mark.parametrize("problem", [GEMM, SUM, replace(SUM, output="replicated")], ids=lambda p: p.brief())
+@pytest.mark.parametrize("sampler", ["gp", "tpe", "random"])
+def test_a_search_asks_for_what_others_wrote_before_it_can_end_by_itself(
+    problem: Problem, sampler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ONLY_OURS_VARIABLE)
+    space, alternatives = space_for(problem, H200), set(registry.of(problem).peers)
+    others = alternatives & set(space.variants)
+    search = Search(space, Settings(sampler=sampler))
+    asked = [search.ask() for _ in range(2 + len(others))]
+    first, ours, *rest = [config.variant for config in asked if config]
+    assert first == "bsp" and ours not in alternatives and set(rest) == others and len(rest) > 2
+    assert 2 + len(others) < FEWEST
 
 
 @pytest.fixture

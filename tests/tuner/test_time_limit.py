@@ -72,6 +72,14 @@ def test_a_run_that_came_too_late_goes_on(store: Store, monkeypatch: pytest.Monk
     assert verdict.winner and sum(verdict.trials.values()) > sum(kept.values()) > 0
 
 
+def test_a_slow_start_is_not_taken_for_the_pace_of_trials(store: Store, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    monkeypatch.setattr(tuning, "GRACE_S", GRACE_S + tuning.CLOSING_S)
+    runner = Slow(0.05, 0.05, first_s=1.7)
+    runner.clock = clock
+    verdict = run(store, runner, trials=30, timeout_s=4.0, soak=20)
+    assert verdict.winner and sum(verdict.trials.values()) >= 5
+
+
 def test_fewer_finalists_and_then_a_shorter_soak_fit_into_less_time() -> None:
     paces = Paces(trial_s=1.0, call_s=0.08, on_gpu=False)
     assert paces.fitting(60.0, 20) == (6, 2, 20)
