@@ -30,6 +30,12 @@ def known_winners() -> list[IndexedWinner]:
     return _strongest(_files(shipped_winners)[0])
 
 
+def winners_of(problem: Problem, here: Place) -> list[Config]:
+    """The shipped winners of exactly this problem that a look-up in this place may answer with."""
+    standing = (winner for winner in known_winners() if winner.problem_key == problem.key and winner.holds(here))
+    return [Config.from_dict(json.loads(winner.config_json)) for winner in standing]
+
+
 def winners() -> list[WinnerRecord]:
     """The shipped winners with all their fields."""
     return [entry.winner for entry in merge(_files(read)[0]).values()]

@@ -31,7 +31,7 @@ from autotax.core.settings import ENDINGS, Settings
 from autotax.db import DatabaseBusy, Store, TrialRecord, WinnerRecord, failing
 from autotax.db.connection import ELSEWHERE, Unusable
 from autotax.db.records import Place, holds, same_kernel
-from autotax.db.shipped import known_precedents
+from autotax.db.shipped import known_precedents, winners_of
 from autotax.db.url import identity, shown, sqlite_path
 from autotax.digests import kernel_digest
 from autotax.hardware import Hardware
@@ -212,23 +212,25 @@ class Ledger:
 
     def precedents(self, space: Space) -> list[Config]:
         """Configs of the space that won this problem or similar ones, by this database and the shipped winners."""
-        problem, hardware, environment = self.key
-        here = Place(hardware, environment, self.conditions)
-        return self.patience(known_precedents, problem, here, self.store, space.__contains__)
+        return self.patience(known_precedents, self.key[0], self._here, self.store, space.__contains__)
 
-    def champions(self) -> list[Candidate]:
-        """The stored winner of exactly this problem here. It enters the finalist round of every run, even a short one. A winner
-        that was proven back to back is proven again in place.
+    def champions(self, space: Space) -> list[Candidate]:
+        """The winners of exactly this problem here: the stored one, and the shipped ones of the space. They enter the finalist
+        round of every run, even a short one. A winner that was proven back to back is proven again in place.
         """
         self._stood = list(dict.fromkeys(winner.config for winner in self._crowned()))
-        return [Candidate(config, self.conditions) for config in self._stood]
+        shipped = filter(space.__contains__, winners_of(self.key[0], self._here))
+        return [Candidate(config, self.conditions) for config in dict.fromkeys([*self._stood, *shipped])]
+
+    @property
+    def _here(self) -> Place:
+        _, hardware, software = self.key
+        return Place(hardware, software, self.conditions)
 
     def _crowned(self) -> list[WinnerRecord]:
-        """Winners that a look-up would find here."""
-        problem, hardware, software = self.key
-        here = Place(hardware, software, self.conditions)
+        """The winners of the database that a look-up would find here."""
         winners = self.patience(self.store.winners, with_samples=False)
-        return [winner for winner in winners if winner.problem == problem and holds(winner, winner.place, here)]
+        return [winner for winner in winners if winner.problem == self.key[0] and holds(winner, winner.place, self._here)]
 
     def _kept(self) -> list[TrialRecord]:
         problem, hardware, environment = self.key

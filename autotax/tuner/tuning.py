@@ -329,7 +329,7 @@ class _Run:
         if not any(candidate.config.variant == "bsp" for candidate in finalists) and "bsp" in self.space.variants:
             # The round cannot do without this config, and something else may have ended its trial.
             finalists.append(Candidate(self.space.default("bsp"), self.ledger.conditions))
-        champions = [champion for champion in self.ledger.champions() if champion.config not in self.flight.deadly]
+        champions = [champion for champion in self.ledger.champions(self.space) if champion.config not in self.flight.deadly]
         candidates = list(dict.fromkeys([*finalists, *champions]))
         suspects = [candidate for candidate in candidates if self.flight.deaths[candidate.config]]
         if suspects:
@@ -481,7 +481,7 @@ def prove(
         candidates = [Candidate(config, settings.conditions) for config in contenders if config in space]
         accounts.search_ended()
         decision, measured = run_finalists(
-            space, measure, list(dict.fromkeys([*candidates, *ledger.champions()])), soak=settings.soak
+            space, measure, list(dict.fromkeys([*candidates, *ledger.champions(space)])), soak=settings.soak
         )
         ids = ledger.add_finalists(0, measured)
         if decision:

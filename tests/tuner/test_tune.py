@@ -19,6 +19,7 @@ from autotax.db.lookup import lookup, reload
 from autotax.hardware import Hardware
 from autotax.operators import named
 from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.operators.registry import variant_digest
 from autotax.runner import Candidate, Effort, Measurement, Overlap
 from autotax.software import environment
 from autotax.spaces import Space, space_for
@@ -81,6 +82,21 @@ def test_or_where_it_has_won_before(store: Store, nothing_shipped: Path, m: int,
     run(store, runner, trials=12)
     ladder = set(space.variants) - set(searched_unless_asked(GEMM, H200).variants)
     assert {config.variant for config in runner.searched} & ladder == tried
+
+
+def test_a_shipped_winner_of_this_problem_is_among_the_finalists_of_a_short_search(store: Store, nothing_shipped: Path) -> None:
+    """Else a search that had no time for it would store something slower, which look-ups prefer."""
+    space = space_for(GEMM, H200)
+    best = space.neighbours(space.default("push_specialized"))[-1]
+    told: dict[str, Any] = {"problem": GEMM, "config": best, "hardware": H200, "environment": environment("cpu")}
+    told |= {"kernel_digest": variant_digest(GEMM.op, best.variant)}
+    nothing_shipped.mkdir()
+    write(nothing_shipped / "a.json", [an_entry(**told)], anonymous=True)
+    runner = SyntheticRunner(lambda config: {best: 90.0, Config("bsp"): 130.0}.get(config, 110.0))
+    verdict = run(store, runner, trials=1)
+    assert best not in runner.searched and verdict.winner and verdict.winner.measurement.config == best
+    verdict = run(store, runner, trials=2, resume=False, variants=("push",))
+    assert verdict.winner and verdict.winner.measurement.config == best, "then the stored winner is proven again"
 
 
 def searched_unless_asked(problem: Problem, hardware: Hardware) -> Space:
