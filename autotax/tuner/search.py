@@ -127,8 +127,8 @@ class Search:
         self._turn += 1
         by_model = self._sampler_name == "gp"
         while self._turn > 2 and self._alternatives:
-            if self._usable(config := self._alternatives.popleft()):
-                return config
+            if self._usable(alternative := self._alternatives.popleft()):
+                return alternative
         if by_model and (self._turn % 2 == 0 or (self._alone and self.seen)) and (config := self._by_model()):
             return config
         while self._queue:
