@@ -57,7 +57,8 @@ def test_representations_are_short_and_say_what_was_found(tmp_path: Path, monkey
 
 
 @pytest.mark.usefixtures("pandas")
-def test_results_become_data_frames(tmp_path: Path) -> None:
+def test_results_become_data_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ONLY_OURS_VARIABLE, "1")  # the landscape has no others
     found = a_verdict().to_frame()
     assert (found[0]["variant"], found[0]["latency_us"], found[0]["winner"]) == ("push", 118.2, True)
     rows = (Row("autotax", "push", a_measurement(80.0), 1.25),)

@@ -182,9 +182,14 @@ def _decide(source: Source, residual: Tensor, group: Any, fused: Norm, alone: No
     }  # fmt: skip
     if norm and rows.normed(row, layer, x, residual, norm, group):
         ways[WHOLE] = lambda: rows.normed(row, layer, x, residual, norm, group)
+    name = cast(str, getattr(layer, "prefix", "")) or type(layer).__name__
+    layer.__dict__.setdefault(WAYS, {})[power_of_two(len(x))] = fastest(ways, world, x, name)
+
+
+def fastest(ways: dict[str, Callable[[], Any]], world: World, x: Tensor, name: str) -> str:
+    """Measures the ways of a layer of this name, for the tokens of `x`. Collective."""
     us = [least_microseconds(world, x.device, way) for way in ways.values()]
     slowest = [max(of_ranks) for of_ranks in zip(*world.gather(us, list[float]), strict=True)]
-    way = list(ways)[slowest.index(min(slowest))]
-    layer.__dict__.setdefault(WAYS, {})[power_of_two(len(x))] = way
-    name = cast(str, getattr(layer, "prefix", "")) or type(layer).__name__
-    log.info("autotax: %s %s for %d tokens: %.1f us, %.1f if it %s", name, way, len(x), min(slowest), slowest[0], LEFT)
+    way, first = list(ways)[slowest.index(min(slowest))], next(iter(ways))
+    log.info("autotax: %s %s for %d tokens: %.1f us, %.1f if it %s", name, way, len(x), min(slowest), slowest[0], first)
+    return way

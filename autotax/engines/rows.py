@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
-from autotax.engines.thresholds import agreed, kept_bits, listed, norm_ranges, token_ranges
-from autotax.engines.thresholds import serves as lies_in_ranges
+from autotax.engines.thresholds import Ranges, agreed, kept_bits, listed, norm_ranges, remembered, token_ranges
 from autotax.heap.world import World
 from autotax.nn.consensus import DTYPES
 from autotax.operators.scaled import SCALES_OF, scales_shape
@@ -69,26 +68,52 @@ def normed(row: Row, layer: Any, x: Tensor, residual: Tensor, norm: RmsNorm, gro
 
     `group` is the engine's coordinator. Collective at the first call of a kind, and never during a graph capture.
     """
+    scale = layer.input_scale if row.quantize == "static" else None
+    of_b = getattr(layer, row.scales) if row.quantize else None
+    return in_one_kernel(x, layer.weight, scale, of_b, row.quantize, residual, norm, group)
+
+
+def in_one_kernel(
+    x: Tensor, weight: Tensor, scale: Tensor | None, scales: Tensor | None, quantize: str, residual: Tensor, norm: RmsNorm,
+    group: Any,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """`normed` for a `weight` in either layout, its `scales`, and the `scale` of inputs that are quantised statically."""
     try:
-        b = scaled.by_rows(layer.weight, x.shape[-1])
+        b = scaled.by_rows(weight, x.shape[-1])
     except NotTaken:
         return None
-    (n, k), quantize = b.shape, row.quantize
-    layout = SCALES_OF[quantize] if quantize else "none"
-
-    def ranges(world: World) -> list[tuple[int, int]]:
-        front = {"k": k, "scales": layout, "quantize": quantize or "none"}
-        return norm_ranges(n, DTYPES[x.dtype], world.size, offset=norm.offset, **front, world=world)  # type: ignore[arg-type]
-
-    key = "norm", n, x.dtype, x.device, quantize, norm.offset, k
-    if x.dtype not in DTYPES or not lies_in_ranges(len(x), group.device_group, x.device, key, f"norms behind {n} x {k}", ranges):
+    n, k = b.shape
+    ranges = _ranges_behind(n, k, x.dtype, quantize, norm.offset, group.device_group, x.device)
+    if not any(first <= len(x) <= last for first, last in ranges):
         return None
-    scales: tuple[Tensor, ...] = ()
-    if quantize:
-        scales = (scaled.of_weight(getattr(layer, row.scales), layout, b),)
-        if quantize == "static":
-            scales = layer.input_scale.view(1), *scales
-    return matmul_all_reduce_norm(x, b, scales, quantize, residual, norm, row.group)
+    of_b = () if scales is None else (scaled.of_weight(scales, SCALES_OF[quantize], b),)
+    of_a = () if scale is None else (scale.view(1),)
+    return matmul_all_reduce_norm(x, b, of_a + of_b, quantize, residual, norm, str(group.device_group.group_name))
+
+
+def _ranges_behind(
+    n: int, k: int, dtype: torch.dtype, quantize: str, offset: int, group: Any, device: torch.device
+) -> Ranges:
+    """Numbers of tokens for which a winner is one kernel of a product with a weight [n, k], its sum and a norm."""
+
+    def ranges(world: World) -> Ranges:
+        front: Any = {"k": k, "scales": SCALES_OF[quantize] if quantize else "none", "quantize": quantize or "none"}
+        return norm_ranges(n, DTYPES[dtype], world.size, offset=offset, **front, world=world)
+
+    key = "norm", n, dtype, device, quantize, offset, k
+    return remembered(group, device, key, f"norms behind {n} x {k}", ranges) if dtype in DTYPES else []
+
+
+Shape = tuple[str, int, int, torch.dtype, str]
+"""The group, the sizes n and k, the type of inputs, and how they are quantised."""
+with_norm: set[Shape] = set()
+"""Shapes of layers for which a winner is one kernel of product, sum and norm, on all ranks. Compiled graphs ask by shape."""
+
+
+def note_norm(row: Row, n: int, k: int, dtype: torch.dtype, group: Any, device: torch.device) -> None:
+    """Enters a layer's shape into `with_norm`, if it has such a winner. Collective at the first call of a shape."""
+    behind = _ranges_behind(n, k, dtype, row.quantize, 0, group.device_group, device)
+    (with_norm.add if behind else with_norm.discard)((row.group, n, k, dtype, row.quantize))
 
 
 def plain_row(n: int, k: int, dtype: torch.dtype, group: Any, device: torch.device, name: str) -> Row | None:

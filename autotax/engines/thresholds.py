@@ -108,9 +108,14 @@ def norm_ranges(
 def serves(
     tokens: int, group: Any, device: torch.device, key: Hashable, name: str, ranges: Callable[[World], Ranges]
 ) -> bool:
-    """Whether a number of tokens lies in the ranges that all ranks of a group have for `key`.
+    """Whether a number of tokens lies in the ranges that all ranks of a group have for `key`. See `remembered`."""
+    return any(first <= tokens <= last for first, last in remembered(group, device, key, name, ranges))
 
-    Collective at the first call of a key. During graph capture it is not collective, and the answer for a new key is no.
+
+def remembered(group: Any, device: torch.device, key: Hashable, name: str, ranges: Callable[[World], Ranges]) -> Ranges:
+    """The ranges that all ranks of a group have for `key`.
+
+    Collective at the first call of a key. During graph capture it is not collective, and there are none for a new key.
     """
     from autotax.heap.world import World
     from autotax.nn.groups import capturing
@@ -118,10 +123,10 @@ def serves(
     of_group = _remembered.setdefault(group, {})
     if key not in of_group:
         if capturing(device):
-            return False
+            return []
         world = World.of(group, device)
         of_group[key] = agreed(ranges(world), name, world)
-    return any(first <= tokens <= last for first, last in of_group[key])
+    return of_group[key]
 
 
 def fingerprint(op: str) -> str:

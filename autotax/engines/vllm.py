@@ -85,7 +85,13 @@ _FUSING = Contract.of(
     "allreduce_in residual rms_gamma rms_eps world_size launch_with_pdl fp32_acc max_token_num pattern_code norm_out quant_out "
     "scale_out scale_factor weight_bias",
 )  # fmt: skip
-CONTRACTS = (*_ROW_PARALLEL[:-1], *_FP8, *_MERGING, *_EAGER, _FUSING, _HASHING)
+_PASSES = (
+    Contract.of("vllm.compilation.passes.pass_manager", "PostGradPassManager.configure", "self config"),
+    Contract.of("vllm.compilation.passes.inductor_pass", "CallableInductorPass.__init__", "self callable uuid"),
+)
+_NORM = Contract.of("vllm.ir.ops.layernorm", "fused_add_rms_norm", "x x_residual weight epsilon variance_size")
+"""A function that vLLM makes an operator of its compiler."""
+CONTRACTS = (*_ROW_PARALLEL[:-1], *_FP8, *_MERGING, *_EAGER, _FUSING, *_PASSES, _NORM, _HASHING)
 _library: Any = None
 """Holds our implementation of vLLM's fused operator."""
 
@@ -99,6 +105,7 @@ def register() -> None:
             install = partial(_wrap, norm.module, norm.name, partial(_tuned_norm, offset))
             parts.append(Part(norm.name, (norm,), install))
         parts.append(Part("compiled norms", (_FUSING,), _replace_fused_norm))
+        parts.append(Part("norms behind compiled products", _PASSES, _add_pass))
     take("vLLM", parts)
 
 
@@ -127,7 +134,8 @@ def _enter_key() -> None:
 
         own: str = original(self, include_version)
         left = vllm_is_invariant()
-        return own if left else hashlib.sha256((own + fingerprint("gemm-reduce-scatter")).encode()).hexdigest()[: len(own)]
+        winners = fingerprint("gemm-reduce-scatter") + fingerprint("all-reduce-norm")
+        return own if left else hashlib.sha256((own + winners).encode()).hexdigest()[: len(own)]
 
     compute_hash._autotax = True  # type: ignore[attr-defined]
     VllmConfig.compute_hash = compute_hash
@@ -229,6 +237,34 @@ def _tuned_fused_norm(original: Any) -> Any:
     return call_trtllm_fused_allreduce_norm
 
 
+def _add_pass() -> str | None:
+    """Adds our pass behind vLLM's own: norms that vLLM has fused with a quantiser stay as they are."""
+    import torch
+    from vllm.compilation.passes.inductor_pass import CallableInductorPass  # type: ignore[import-not-found]
+    from vllm.compilation.passes.pass_manager import PostGradPassManager  # type: ignore[import-not-found]
+
+    from autotax.engines import norm_pass
+    from autotax.engines.thresholds import fingerprint
+
+    importlib.import_module(_NORM.module)
+    original, norm = PostGradPassManager.configure, torch.ops.vllm_ir.fused_add_rms_norm
+    if tuple(argument.name for argument in norm.default._schema.arguments) != _NORM.parameters:
+        return f"vLLM declares {norm.default._schema}"
+    norm_pass.use(norm)
+    if hasattr(original, "_autotax"):
+        return None
+
+    @wraps(original)
+    def configure(self: Any, config: Any) -> None:
+        original(self, config)
+        fuse = partial(norm_pass.fuse, norm=norm.default)
+        self.add(CallableInductorPass(fuse, uuid=fingerprint("all-reduce-norm")))
+
+    configure._autotax = True  # type: ignore[attr-defined]
+    PostGradPassManager.configure = configure
+    return None
+
+
 def tuned_layer(base: type[Any]) -> type[Any]:
     """vLLM's RowParallelLinear with a sum that is tuned."""
     import torch
@@ -275,8 +311,8 @@ def _row_of(layer: Any) -> Row | None:
         return None
     group, name = get_tp_group(), layer.prefix or type(layer).__name__
     if type(layer.quant_method) is UnquantizedLinearMethod:
-        sizes = layer.output_size, layer.input_size_per_partition
-        return rows.plain_row(*sizes, layer.params_dtype, group, group.device, name)
+        sizes = layer.output_size, layer.input_size_per_partition, layer.params_dtype
+        return _noting_norm(layer, rows.plain_row(*sizes, group, group.device, name), layer.params_dtype, group)
     kernel = getattr(layer.quant_method, "fp8_linear", None) or getattr(getattr(layer, "scheme", None), "fp8_linear", None)
     if kernel is not None:
         stored = first_broken(_FP8) or _stored(layer, kernel)
@@ -285,6 +321,15 @@ def _row_of(layer: Any) -> Row | None:
         else:
             _follow_weight(layer.quant_method, stored, kernel.config.out_dtype, group, name)
     return None
+
+
+def _noting_norm(layer: Any, row: Row | None, dtype: Any, group: Any) -> Row | None:
+    """Returns the row. If the layer sums by itself, compiled graphs may take the norm behind it too."""
+    from autotax.engines import rows
+
+    if row and layer.reduce_results and not vllm_is_invariant():
+        rows.note_norm(row, layer.output_size, layer.input_size_per_partition, dtype, group, group.device)
+    return row
 
 
 def _follow_weight(method: Any, stored: Stored, result: Any, group: Any, name: str) -> None:
@@ -296,8 +341,10 @@ def _follow_weight(method: Any, stored: Stored, result: Any, group: Any, name: s
     @wraps(process)
     def processed(layer: Any) -> None:
         process(layer)
-        k = layer.input_size_per_partition
-        layer._autotax_row = None if vllm_is_invariant() else rows.scaled_row(layer, stored, result, k, group, name)
+        row = None
+        if not vllm_is_invariant():
+            row = rows.scaled_row(layer, stored, result, layer.input_size_per_partition, group, name)
+        layer._autotax_row = _noting_norm(layer, row, result, group)
 
     method.process_weights_after_loading = processed
 

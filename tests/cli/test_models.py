@@ -72,8 +72,12 @@ def test_the_time_that_is_expected_is_that_of_runs_here(run: Run, config: Path, 
 
 def test_on_gpus_the_plan_is_that_of_gpus(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_machine(monkeypatch, GPUS)
-    path = tmp_path / "config.json"
+    path, recorded = tmp_path / "config.json", tmp_path / "paces.json"
     path.write_text(json.dumps(DEEPSEEK_V3))
+    paces = json.loads(PACES.read_text())
+    del paces[GPUS.device]["decode-merge"]
+    recorded.write_text(json.dumps(paces))
+    monkeypatch.setattr("autotax.cli.tune.PACES", recorded)
     whole = run("tune", "--model", path, "--tokens", "1,64", "--kv-len", 32768, "--dry-run", "--json").whole
     assert {each["problem"]["world_size"] for each in whole["results"]} == {4}
     assert {each["basis"] for each in whole["results"]} == {

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 import autotax.torch
 from autotax.core.problem import Problem
@@ -393,6 +394,66 @@ def vllm_sums_left(world: World, db: str, us: list[float], codes: bool = False) 
             layer.quant_method.process_weights_after_loading(layer)
         norm = stand_ins.RMSNorm(normal(layer.output_size, seed=8).bfloat16())
         return sums_left(world, layer, norm, run, stand_ins.fused_allreduce_rms_norm)
+
+
+class Blocks(nn.Module):
+    """Row-parallel layers of vLLM with norms behind them: a usual one, one whose sum is used again, and one in float32."""
+
+    def __init__(self, codes: bool) -> None:
+        super().__init__()
+        self.layer = layer_of(codes)
+        weights = (normal(self.layer.output_size, seed=seed).to(dtype) for seed, dtype in enumerate(DTYPES_OF_NORMS))
+        self.norms = nn.ParameterList(nn.Parameter(weight, False) for weight in weights)
+
+    def forward(self, x: Tensor, residual: Tensor) -> list[Tensor]:
+        norm = torch.ops.vllm_ir.fused_add_rms_norm
+        y, residual = norm(self.layer(x), residual, self.norms[0], 1e-5)
+        again = self.layer(x + 1)
+        used, residual = norm(again, residual, self.norms[1], 1e-5)
+        wide, residual = norm(self.layer(x - 1), residual, self.norms[2], 1e-5)
+        return [y, used, again, wide, residual]
+
+
+DTYPES_OF_NORMS = (torch.bfloat16, torch.bfloat16, torch.float32)
+
+
+def layer_of(codes: bool) -> Any:
+    method = stand_ins.Fp8LinearMethod("row", "channel") if codes else None
+    sizes = (K8, N8) if codes else (K, N)
+    more: dict[str, Any] = {"params_dtype": torch.bfloat16, "quant_config": method, "return_bias": False}
+    layer = stand_ins.RowParallelLinear(*sizes, bias=False, **more)
+    if method:
+        layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def vllm_compiled_norms(world: World, db: str | list[str], us: list[float], codes: bool = False) -> tuple[int, list[int], int]:
+    """Norms behind compiled row-parallel layers of vLLM, whose ways take `us` microseconds: how many pairs of nodes became one,
+    the calls that were one kernel after each call of the graph, and the ways that were measured.
+    """
+    measured, db = mock.Mock(side_effect=us), db if isinstance(db, str) else db[world.rank]
+    with asking(db), stand_ins.vllm(), mock.patch.object(norms, "least_microseconds", measured):
+        vllm_plugin.register()
+        blocks, fused, manager = Blocks(codes), [], stand_ins.PostGradPassManager()
+        manager.configure(stand_ins.VllmConfig())
+
+        def compile_graph(module: torch.fx.GraphModule, _: Any) -> Any:
+            fused.extend(pass_(module.graph) for pass_ in manager.passes)
+            module.graph.lint()
+            module.recompile()
+            return module
+
+        compiled = torch.compile(blocks, backend=aot_autograd(fw_compiler=compile_graph), fullgraph=True, dynamic=True)
+        kernels = []
+        for tokens in (16, 14, 50, 16):
+            x = normal(tokens, blocks.layer.input_size_per_partition, seed=tokens + world.rank).bfloat16()
+            residual = normal(tokens, blocks.layer.output_size, seed=7).bfloat16()
+            with torch.no_grad():
+                found, expected = compiled(x, residual), blocks(x, residual)
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=5e-2)
+            calls = autotax.torch.status().calls
+            kernels.append(sum(call.calls for call in calls if call.taken and "norm" in call.operator))
+        return sum(fused), kernels, measured.call_count
 
 
 def sglang_sums_left(world: World, db: str, us: list[float]) -> tuple[list[tuple[int, bool]], int]:

@@ -302,6 +302,47 @@ def define_fused_norm() -> None:
         _fused[0].impl("flashinfer_trtllm_fused_allreduce_norm", call_trtllm_fused_allreduce_norm, "CPU")
 
 
+def fused_add_rms_norm(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    total = x + x_residual
+    return nn.functional.rms_norm(total, (total.shape[-1],), weight, epsilon), total
+
+
+def define_norm() -> None:
+    """The operator that vLLM makes of its norm."""
+    if not hasattr(torch.ops.vllm_ir, "fused_add_rms_norm"):
+        library = torch.library.Library("vllm_ir", "FRAGMENT")
+        library.define("fused_add_rms_norm" + torch.library.infer_schema(fused_add_rms_norm, mutates_args=()))
+        library.impl("fused_add_rms_norm", fused_add_rms_norm, "CompositeExplicitAutograd")
+        _fused.append(library)
+
+
+class CallableInductorPass:
+    def __init__(self, callable: Any, uuid: Any = None) -> None:
+        self.callable, self._uuid = callable, uuid
+
+    def __call__(self, graph: torch.fx.Graph) -> Any:
+        return self.callable(graph)
+
+    def uuid(self) -> Any:
+        return self._uuid
+
+
+class PostGradPassManager:
+    """The passes that vLLM gives to torch's compiler."""
+
+    def __init__(self) -> None:
+        self.passes: list[CallableInductorPass] = []
+
+    def configure(self, config: VllmConfig) -> None:
+        assert isinstance(config, VllmConfig)
+
+    def add(self, pass_: CallableInductorPass) -> None:
+        assert isinstance(pass_, CallableInductorPass)
+        self.passes.append(pass_)
+
+
 _groups: list[GroupCoordinator] = []
 
 
@@ -322,6 +363,7 @@ def vllm() -> Iterator[None]:
     _groups.clear()
     merges = (dcp_a2a_lse_reduce, cp_lse_ag_out_rs, cp_lse_ag_out_ar)
     define_fused_norm()
+    define_norm()
     with modules(
         vllm__model_executor__layers__linear={
             "RowParallelLinear": RowParallelLinear, "UnquantizedLinearMethod": UnquantizedLinearMethod,
@@ -340,13 +382,17 @@ def vllm() -> Iterator[None]:
         vllm__compilation__passes__fusion__allreduce_rms_fusion={
             "call_trtllm_fused_allreduce_norm": call_trtllm_fused_allreduce_norm,
         },
+        vllm__compilation__passes__pass_manager={"PostGradPassManager": PostGradPassManager},
+        vllm__compilation__passes__inductor_pass={"CallableInductorPass": CallableInductorPass},
+        vllm__ir__ops__layernorm={"fused_add_rms_norm": fused_add_rms_norm},
         vllm__v1__attention__backends__flash_attn={"dcp_a2a_lse_reduce": dcp_a2a_lse_reduce},
     ):  # fmt: skip
-        own = VllmConfig.compute_hash
+        own, configure = VllmConfig.compute_hash, PostGradPassManager.configure
         try:
             yield
         finally:
             VllmConfig.compute_hash = own  # type: ignore[method-assign]
+            PostGradPassManager.configure = configure  # type: ignore[method-assign]
 
 
 # SGLang.

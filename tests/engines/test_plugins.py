@@ -187,6 +187,31 @@ def test_a_layer_of_e4m3_and_its_norm_are_one_kernel_where_that_was_the_fastest(
     assert ranks.run(checks.vllm_sums_left, db, [3.0, 2.0, 1.0, 3.0, 2.0], True) == [(right, 2)] * 2
 
 
+@pytest.mark.parametrize("codes", [False, True], ids=["bf16", "e4m3"])
+@pytest.mark.parametrize("us", [[2.0, 1.0], [1.0, 2.0]], ids=["in one", "summed first"])
+def test_a_compiled_layer_and_the_norm_behind_it_are_one_operator(
+    ranks: Ranks, tmp_path: Path, us: list[float], codes: bool  # noqa: F811
+) -> None:
+    n, k = (checks.N8, checks.K8 // WORLD) if codes else (N, K // WORLD)
+    front: Any = {"scales": "row", "quantize": "row"} if codes else {}
+    behind = AllReduceNorm(16, n, "bf16", WORLD, k=k, **front)
+    product = GemmReduceScatter(16, n, k, "e4m3" if codes else "bf16", "replicated", WORLD, **front)
+    variants = ("scaled_words", "scaled_fused") if codes else ("push", "fused")
+    db = database(tmp_path / "a.db", {product: usual(product, variants[0]), behind: usual(behind, variants[1])})
+    # A sum that is used again, and a norm whose weight is wider, stay two nodes. The kernel of all is called once to see that
+    # there is one, then at each call of its tokens if it is the fastest. For 50 tokens there is none: nothing is measured.
+    calls = [2, 3, 3, 4] if us[1] < us[0] else [1, 1, 1, 1]
+    assert ranks.run(checks.vllm_compiled_norms, db, us, codes, timeout=240) == [(1, calls, 2)] * 2
+
+
+def test_compiled_layers_of_ranks_with_other_norms_stay_two_operators(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    product = replace(reduced(16), dtype="bf16")
+    behind = AllReduceNorm(16, N, "bf16", WORLD, k=K // WORLD)
+    kept: list[dict[Problem, Config]] = [{product: usual(product, "push")}, {behind: usual(behind, "fused")}]
+    dbs = [database(tmp_path / "a.db", kept[0] | kept[1]), database(tmp_path / "b.db", kept[0])]
+    assert ranks.run(checks.vllm_compiled_norms, dbs, [], timeout=240) == [(0, [0] * 4, 0)] * 2
+
+
 def test_thresholds_are_the_buckets_of_winners(tmp_path: Path) -> None:
     kept: dict[Problem, Config] = {reduced(m): PUSH for m in (12, 16, 64, 256)} | {reduced(96): Config("bsp")}
     db = database(tmp_path / "a.db", kept)

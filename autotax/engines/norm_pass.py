@@ -1,0 +1,181 @@
+"""A pass over graphs that vLLM has compiled: a row-parallel product of ours and the norm behind it become one operator.
+
+vLLM's compiler fuses an all-reduce with a residual and a norm, but the all-reduce of our row-parallel operators is inside them.
+`fuse` puts `autotax::fused_matmul_all_reduce_norm` in the place of both nodes, for shapes that have a winner which is one kernel
+of all (`rows.with_norm`, the same on all ranks).
+
+The operator decides at each call, for its number of tokens. Its ways are those of eager models (`autotax.engines.norms`). They
+are measured at the first call of each power of two of tokens, outside captures, and the ranks agree. A capture of tokens that
+were not measured before takes the product with its sum, and the engine's norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from autotax.core.problem import power_of_two
+from autotax.engines import norms, rows
+from autotax.engines.norms import LEFT, SUMMED, WHOLE
+from autotax.heap.world import World
+from autotax.nn.groups import capturing
+from autotax.torch.normed import NORMED, RmsNorm
+from autotax.torch.registration import KEYS
+from autotax.torch.scaled import ALL_REDUCE
+
+Alone = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""The engine's norm of a sum, its residual, the weight and eps: y and the new residual."""
+_alone: list[Alone] = []
+_ways: dict[tuple[Any, ...], str] = {}
+"""The fastest way by shape and power of two of tokens."""
+
+
+class Group(NamedTuple):
+    """The fields of an engine's coordinator that `autotax.engines.norms` reads."""
+
+    device_group: dist.ProcessGroup
+    world_size: int
+
+
+def use(alone: Alone) -> None:
+    """Sets the engine's norm, and forgets what was measured."""
+    _alone[:] = [alone]
+    _ways.clear()
+
+
+def run(
+    a: Tensor, b: Tensor, scale: Tensor | None, scales: Tensor | None, quantize: str, residual: Tensor, weight: Tensor,
+    eps: float, group_name: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y and the new residual S: S is the sum over the ranks of a @ b, + residual; y is its RMSNorm.
+
+    Collective at the first call of a shape and power of two of tokens, except during a graph capture.
+
+    Args:
+        a: [tokens, k], the inputs of this rank.
+        b: [k, n] of the type of a; or e4m3 in the engine's layout.
+        scale: float32 [1], the scale of inputs that are quantised statically.
+        scales: float32, those of b in e4m3.
+        quantize: row, block or static for b in e4m3, else empty.
+        residual: [tokens, n], the same on all ranks.
+        weight: [n], of the norm.
+        eps: of the mean square.
+        group_name: of the process group.
+    """
+    device_group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    group, norm = Group(device_group, device_group.size()), RmsNorm(weight, eps)
+
+    def summed() -> tuple[Tensor, Tensor]:
+        if scales is None:
+            total = torch.ops.autotax.fused_matmul_all_reduce(a, b, group_name)
+        else:
+            total = torch.ops.autotax.fused_quantised_matmul(a, b, scale, scales, quantize, ALL_REDUCE, group_name)
+        return _alone[0](total, residual, weight, eps)
+
+    def left() -> tuple[Tensor, Tensor] | None:
+        """A product of the library, then our sum and norm."""
+        if scales is not None:
+            return None
+        return cast(tuple[Tensor, Tensor] | None, norms.normed(a @ b, residual, weight, group, eps))
+
+    def whole() -> tuple[Tensor, Tensor] | None:
+        return rows.in_one_kernel(a, b, scale, scales, quantize, residual, norm, group)
+
+    ways: dict[str, Callable[[], Any]] = {SUMMED: summed, LEFT: left, WHOLE: whole}
+    key = group_name, b.shape, a.dtype, quantize, power_of_two(len(a))
+    if key not in _ways and not capturing(a.device):
+        possible = {way: call for way, call in ways.items() if way == SUMMED or call() is not None}
+        name = f"product {b.shape[0]} x {b.shape[1]}"
+        _ways[key] = norms.fastest(possible, World.of(device_group, a.device), a, name) if len(possible) > 1 else SUMMED
+    results: tuple[Tensor, Tensor] | None = ways[_ways.get(key, SUMMED)]()
+    return summed() if results is None else results
+
+
+def _meta(*operands: Any) -> tuple[Tensor, Tensor]:
+    residual = operands[5]
+    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+
+
+def _declare() -> torch.library.Library:
+    library = torch.library.Library("autotax", "FRAGMENT")
+    library.define(
+        f"{NORMED}(Tensor A, Tensor B, Tensor? A_scale, Tensor? B_scale, str quantize, Tensor residual, Tensor weight, "
+        "float eps, str group_name) -> (Tensor, Tensor)",
+        tags=(torch.Tag.needs_fixed_stride_order,),
+    )
+    for key in KEYS:
+        library.impl(NORMED, run, key)
+    library.impl(NORMED, _meta, "Meta")
+    return library
+
+
+_own = _declare()
+
+
+# The pass.
+
+
+def fuse(graph: fx.Graph, norm: Any) -> int:
+    """Fuses every pair of nodes that can be, and returns their number.
+
+    `norm` is the engine's operator of a sum, its residual, the weight and eps, and of further arguments that are None.
+    """
+    pairs = list(_pairs(graph, norm))
+    for product, behind, operands in pairs:
+        _, residual, weight, eps = behind.args[:4]
+        a, b, scale, scales, quantize, group = operands
+        with graph.inserting_before(behind):
+            node = graph.call_function(
+                torch.ops.autotax.fused_matmul_all_reduce_norm.default,
+                (a, b, scale, scales, quantize, residual, weight, eps, group),
+            )
+        node.meta.update(behind.meta)
+        behind.replace_all_uses_with(node)
+        graph.erase_node(behind)
+        graph.erase_node(product)
+    return len(pairs)
+
+
+def _pairs(graph: fx.Graph, norm: Any) -> Iterator[tuple[fx.Node, fx.Node, tuple[Any, ...]]]:
+    """Sums that only a norm uses, with that norm and the operands of the product."""
+    for product in graph.nodes:
+        operands, users = _operands(product), list(product.users)
+        if operands is None or len(users) != 1 or users[0].target is not norm:
+            continue
+        behind = users[0]
+        takes_sum = behind.args[0] is product and product not in behind.args[1:]
+        if not takes_sum or behind.kwargs or any(value is not None for value in behind.args[4:]):
+            continue
+        values = [_value(node) for node in (*operands[:2], *behind.args[1:3])]
+        if all(isinstance(value, Tensor) for value in values) and _shape(*values, *operands[4:]) in rows.with_norm:
+            yield product, behind, operands
+
+
+def _shape(a: Tensor, b: Tensor, residual: Tensor, weight: Tensor, quantize: str, group: str) -> rows.Shape | None:
+    """The key of `rows.with_norm`; None for tensors that the operator does not take. Weights have sizes that do not vary."""
+    n, whole = weight.numel(), b.numel()
+    plain = isinstance(n, int) and isinstance(whole, int) and a.dim() == residual.dim() == 2
+    if not plain or not a.dtype == residual.dtype == weight.dtype:
+        return None
+    return group, n, whole // n, a.dtype, quantize
+
+
+def _operands(node: fx.Node) -> tuple[Any, ...] | None:
+    """a, b, the two scales, `quantize` and the group of a node that sums products over all ranks; else None."""
+    if node.op != "call_function" or node.kwargs:
+        return None
+    if node.target is torch.ops.autotax.fused_matmul_all_reduce.default and not any(node.args[3:]):
+        a, b, group = node.args[:3]
+        return a, b, None, None, "", group
+    if node.target is torch.ops.autotax.fused_quantised_matmul.default:
+        a, b, scale, scales, quantize, collective, group = node.args
+        return (a, b, scale, scales, quantize, group) if collective == ALL_REDUCE else None
+    return None
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, fx.Node) else None
