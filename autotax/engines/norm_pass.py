@@ -57,14 +57,14 @@ def run(
 
     Args:
         a: [tokens, k], the inputs of this rank.
-        b: [k, n] of the type of a; or e4m3 in the engine's layout.
-        scale: float32 [1], the scale of inputs that are quantised statically.
-        scales: float32, those of b in e4m3.
-        quantize: row, block or static for b in e4m3, else empty.
+        b: [k, n] of the type of a, or e4m3 in the engine's layout.
+        scale: Float32 [1], the scale of inputs that are quantised statically.
+        scales: Float32, those of b in e4m3.
+        quantize: Row, block or static for b in e4m3, else empty.
         residual: [tokens, n], the same on all ranks.
-        weight: [n], of the norm.
-        eps: of the mean square.
-        group_name: of the process group.
+        weight: [n], that of the norm.
+        eps: That of the mean square.
+        group_name: The process group.
     """
     device_group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
     group, norm = Group(device_group, device_group.size()), RmsNorm(weight, eps)
