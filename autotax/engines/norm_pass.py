@@ -56,14 +56,14 @@ def run(
     Collective at the first call of a shape and power of two of tokens, except during a graph capture.
 
     Args:
-        a: [tokens, k], the inputs of this rank.
-        b: [k, n] of the type of a, or e4m3 in the engine's layout.
-        scale: Float32 [1], the scale of inputs that are quantised statically.
-        scales: Float32, those of b in e4m3.
-        quantize: Row, block or static for b in e4m3, else empty.
-        residual: [tokens, n], the same on all ranks.
-        weight: [n], that of the norm.
-        eps: That of the mean square.
+        a: [tokens, k]. The inputs of this rank.
+        b: [k, n]. Of the type of a, or e4m3 in the engine's layout.
+        scale: float32 [1]. The scale of inputs that are quantised statically.
+        scales: float32. Those of b in e4m3.
+        quantize: row, block or static for b in e4m3. Else empty.
+        residual: [tokens, n]. The same on all ranks.
+        weight: [n]. That of the norm.
+        eps: added to the mean square.
         group_name: The process group.
     """
     device_group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
