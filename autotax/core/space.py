@@ -138,6 +138,11 @@ class Space:
         """See VariantSpace.completed. A config of a variant that is not in this space stays as it is."""
         return self.variants[config.variant].completed(config) if config.variant in self.variants else config
 
+    def admit(self, config: Config) -> Config | None:
+        """The config, with the parameters that it is older than, if this space has it; else None."""
+        completed = self.completed(config)
+        return completed if completed in self else None
+
     def why_not(self, config: Config) -> str | None:
         """Why a config is not admitted, or None if it is."""
         if config.variant not in self.variants:

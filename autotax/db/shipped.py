@@ -105,8 +105,12 @@ FAR = 2.0
 """Winners at a greater distance are not used. A distance counts the doublings of all sizes and of the ranks."""
 
 
-def precedents(problem: Problem, here: Place, winners: Iterable[IndexedWinner], fits: Callable[[Config], bool]) -> list[Config]:
-    """Fitting configs of winners of this problem and of similar problems, on this backend. The nearest sizes come first, then
+Admit = Callable[[Config], Config | None]
+"""The config of today's space that a former winner has become, or None."""
+
+
+def precedents(problem: Problem, here: Place, winners: Iterable[IndexedWinner], admit: Admit) -> list[Config]:
+    """Admitted configs of winners of this problem and of similar problems, on this backend. The nearest sizes come first, then
     winners from a place more similar to `here`.
     """
     near = [
@@ -116,12 +120,12 @@ def precedents(problem: Problem, here: Place, winners: Iterable[IndexedWinner], 
         and (far := distance(problem.key, winner.problem_key)) <= FAR
     ]
     configs = (Config.from_dict(json.loads(text)) for text in dict.fromkeys(text for *_, text in sorted(near)))
-    return list(islice(filter(fits, configs), MOST))
+    return list(islice(dict.fromkeys(filter(None, map(admit, configs))), MOST))
 
 
-def known_precedents(problem: Problem, here: Place, store: Store, fits: Callable[[Config], bool]) -> list[Config]:
+def known_precedents(problem: Problem, here: Place, store: Store, admit: Admit) -> list[Config]:
     """The precedents among the winners of this database and the shipped winners."""
-    return precedents(problem, here, [*store.known_winners(), *known_winners()], fits)
+    return precedents(problem, here, [*store.known_winners(), *known_winners()], admit)
 
 
 def distance(one: str, other: str) -> float:

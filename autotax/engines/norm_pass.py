@@ -25,7 +25,7 @@ from autotax.heap.world import World
 from autotax.nn.groups import capturing
 from autotax.torch.normed import NORMED, RmsNorm
 from autotax.torch.registration import KEYS
-from autotax.torch.scaled import ALL_REDUCE
+from autotax.torch.scaled import ALL_REDUCE, product_by
 
 Alone = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """The engine's norm of a sum, its residual, the weight and eps: y and the new residual."""
@@ -77,10 +77,11 @@ def run(
         return _alone[0](total, residual, weight, eps)
 
     def left() -> tuple[Tensor, Tensor] | None:
-        """A product of the library, then our sum and norm."""
-        if scales is not None:
+        """A product of the library or of the engine, then our sum and norm."""
+        product = a @ b if scales is None else product_by(b, a)
+        if product is None:
             return None
-        return cast(tuple[Tensor, Tensor] | None, norms.normed(a @ b, residual, weight, group, eps))
+        return cast(tuple[Tensor, Tensor] | None, norms.normed(product, residual, weight, group, eps))
 
     def whole() -> tuple[Tensor, Tensor] | None:
         return rows.in_one_kernel(a, b, scale, scales, quantize, residual, norm, group)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
@@ -159,19 +160,18 @@ def scaled_row(
         nn.Module.register_buffer(layer, SCALES, repeated, persistent=False)
     own = weakref.ref(layer)
 
-    def engines(x: Tensor) -> Tensor | None:
+    def product(x: Tensor) -> Tensor | None:
         here = own()
-        if here is None:
+        return None if here is None else here.quant_method.apply(here, x, bias=None)
+
+    def call(x: Tensor) -> Tensor | None:
+        if own() is None:
             return None
-
-        def product(of: Tensor) -> Tensor:
-            return cast(Tensor, here.quant_method.apply(here, of, bias=None))
-
         if collective == scaled.ALL_REDUCE:
             return cast(Tensor, group.all_reduce(product(x)))
-        return scaled.with_collective(x, product, collective, group.device_group)
+        return scaled.with_collective(x, cast(Callable[[Tensor], Tensor], product), collective, group.device_group)
 
-    scaled.run_by(layer.weight, engines)
+    scaled.run_by(layer.weight, scaled.Layer(call, product))
     return Row(str(group.device_group.group_name), stored.quantize, attribute, collective)
 
 

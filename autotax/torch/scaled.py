@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -268,7 +268,7 @@ def quantised_matmul(
     plan = plan_of(key, group_name, A.device, lambda ranks: QuantisedCall.of(A, b, quantize, collective, ranks))
     if plan.counted():
         return cast(Tensor, plan.run(A.device, A, b, A_scale, B_scale))
-    if (run := _runs.get(B.data_ptr())) is not None and (result := run(A)) is not None:
+    if (by := _runs.get(B.data_ptr())) and (result := by.call(A)) is not None:
         return result
 
     def product(x: Tensor) -> Tensor:
@@ -303,23 +303,38 @@ def with_collective(x: Tensor, product: Callable[[Tensor], Tensor], collective: 
     return own
 
 
-_runs: dict[int, Callable[[Tensor], Tensor | None]] = {}
+class Layer(NamedTuple):
+    """An engine's layer: what serves calls of `quantised_matmul` where there is no kernel, and its product alone. Both may return
+    None.
+    """
+
+    call: Callable[[Tensor], Tensor | None]
+    product: Callable[[Tensor], Tensor | None]
+
+
+_runs: dict[int, Layer] = {}
 """By the address of a weight, for as long as the weight lives."""
 
 
-def run_by(weight: Tensor, call: Callable[[Tensor], Tensor | None]) -> None:
-    """Sets what serves calls of `quantised_matmul` with this weight where there is no kernel, or returns None.
+def run_by(weight: Tensor, layer: Layer) -> None:
+    """Sets the layer of a weight.
 
     An engine's layer is found by its weight, so that compiled graphs of equal layers are equal.
     """
     address = weight.data_ptr()
-    _runs[address] = call
+    _runs[address] = layer
 
     def forget() -> None:
-        if _runs.get(address) is call:  # another weight may have come to this address
+        if _runs.get(address) is layer:  # another weight may have come to this address
             del _runs[address]
 
     weakref.finalize(weight, forget)
+
+
+def product_by(weight: Tensor, x: Tensor) -> Tensor | None:
+    """The product of the layer with this weight; None if there is none."""
+    layer = _runs.get(weight.data_ptr())
+    return layer.product(x) if layer else None
 
 
 def by_rows(weight: Tensor, k: int) -> Tensor:

@@ -212,7 +212,7 @@ class Ledger:
 
     def precedents(self, space: Space) -> list[Config]:
         """Configs of the space that won this problem or similar ones, by this database and the shipped winners."""
-        return self.patience(known_precedents, self.key[0], self._here, self.store, space.__contains__)
+        return self.patience(known_precedents, self.key[0], self._here, self.store, space.admit)
 
     def champions(self, space: Space) -> list[Candidate]:
         """The winners of exactly this problem here: the stored one, and the shipped ones of the space. They enter the finalist

@@ -277,7 +277,7 @@ def compile_ahead(
     """Gives idle compilers the first configs of a new run of this problem."""
     settings, space = opened(settings, problem, hardware)
     assert settings.conditions is not None
-    won = known_precedents(problem, Place(hardware, environment, settings.conditions), store, space.__contains__)
+    won = known_precedents(problem, Place(hardware, environment, settings.conditions), store, space.admit)
     search = Search(space if settings.variants else without_ladder(space, won), settings, won)
     first = iter(search.ask, None)
     first_configs = [config for config, _ in zip(first, range(min(runner.foresight, settings.trials)), strict=False)]

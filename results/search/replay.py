@@ -74,7 +74,7 @@ class _Remembering(VariantSpace):
     checked: dict[Config, str | None]
 
     def __init__(self, of: VariantSpace) -> None:
-        super().__init__(of.variant, of.parameters, of.constraints, of.seeds)
+        super().__init__(of.variant, of.parameters, of.constraints, of.seeds, of.former)
         object.__setattr__(self, "checked", {})
 
     def why_not(self, config: Config) -> str | None:
@@ -89,7 +89,7 @@ class _Points(VariantSpace):
     points: tuple[Config, ...]
 
     def __init__(self, of: VariantSpace, points: Sequence[Config]) -> None:
-        super().__init__(of.variant, of.parameters, of.constraints, tuple(seed for seed in of.seeds if seed in points))
+        super().__init__(of.variant, of.parameters, of.constraints, tuple(seed for seed in of.seeds if seed in points), of.former)
         object.__setattr__(self, "points", tuple(points))
 
     def why_not(self, config: Config) -> str | None:
@@ -184,7 +184,7 @@ def _won_elsewhere(problem: Problem, hardware: Hardware, space: Space) -> list[C
     """Shipped winners of other problems. The winner of this problem is left out, because the replayed trials found it."""
     here = Place(hardware, environment(hardware.backend), Conditions())
     others = [winner for winner in shipped.known_winners() if distance(winner.problem_key, problem.key) > 0]
-    return precedents(problem, here, others, space.__contains__)
+    return precedents(problem, here, others, space.admit)
 
 
 def _frozen(config: Config, seed: int) -> float:

@@ -15,8 +15,9 @@ from autotax.core.problem import Problem
 from autotax.db.index import IndexedWinner
 from autotax.db.records import Place
 from autotax.db.shipped import MOST, precedents
-from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
 from autotax.operators.registry import variant_digest
+from autotax.spaces import space_for
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PROBLEM
 
 HERE = Place(HARDWARE, ENVIRONMENT, Conditions())
@@ -24,7 +25,7 @@ DECODE = FlashDecode(8, 64, 8, 128, 8192, "bf16", 4)
 
 
 def found(problem: Problem, winners: list[IndexedWinner], fits: Callable[[Config], bool] = lambda _: True) -> list[Config]:
-    return precedents(problem, HERE, winners, fits)
+    return precedents(problem, HERE, winners, lambda config: config if fits(config) else None)
 
 
 def won(problem: Problem, number: int, low: float = 1.2, place: Place = HERE) -> IndexedWinner:
@@ -76,6 +77,18 @@ def test_each_config_once_and_no_more_than_so_many() -> None:
     last = push(2 * MOST - 1)
     assert found(PROBLEM, winners) == [push(number) for number in range(MOST)]
     assert found(PROBLEM, winners, [push(3), last].__contains__) == [push(3), last], "of those that fit"
+
+
+def test_a_winner_that_is_older_than_a_parameter_has_its_former_value() -> None:
+    problem = GemmReduceScatter(1024, 8192, 4096, world_size=2)
+    space = space_for(problem, HARDWARE)
+    adding = next(config for config in space.variants["push_specialized"].seeds if config["adds"] == "warps")
+    older = Config.of(adding.variant, {name: value for name, value in adding.values.items() if name != "adds"})
+    assert older not in space
+    kernels, winners = variant_digest(problem.op, older.variant), []
+    for place, config in enumerate((older, adding)):
+        winners.append(IndexedWinner(problem.key, HERE, kernels, json.dumps(config.to_dict()), 1.3, 1.2, 1.4, False, place))
+    assert precedents(problem, HERE, winners, space.admit) == [adding]
 
 
 def test_more_ranks_are_another_size() -> None:

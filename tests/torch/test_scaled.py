@@ -131,7 +131,7 @@ def weights_at_one_address(_: World, db: str) -> list[Tensor]:
     autotax.torch.install(db)
     x, memory, scale = torch.ones(4, K).bfloat16(), codes(N, K, 1), torch.ones(1, N)
     first = memory.view(N, K)
-    scaled.run_by(first, lambda A: A.new_full((len(A), N), 7.0))
+    scaled.run_by(first, scaled.Layer(lambda A: A.new_full((len(A), N), 7.0), lambda _: None))
     results = [scaled.quantised_matmul(x, first, None, scale, "row", "all_reduce", group())]
     del first
     results.append(scaled.quantised_matmul(x, memory.view(N, K), None, scale, "row", "all_reduce", group()))
