@@ -5,7 +5,7 @@ vLLM's compiler fuses an all-reduce with a residual and a norm, but the all-redu
 of all (`rows.with_norm`, the same on all ranks).
 
 The operator decides at each call, for its number of tokens. Its ways are those of eager models (`autotax.engines.norms`). They
-are measured at the first call of each power of two of tokens, outside captures, and the ranks agree. A capture of tokens that
+are measured at the first call of each bucket of tokens, outside captures, and the ranks agree. A capture of tokens that
 were not measured before takes the product with its sum, and the engine's norm.
 """
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from autotax.core.problem import power_of_two
+from autotax.db.index import bucket
 from autotax.engines import norms, rows
 from autotax.engines.norms import LEFT, SUMMED, WHOLE
 from autotax.heap.world import World
@@ -31,7 +31,7 @@ Alone = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """The engine's norm of a sum, its residual, the weight and eps: y and the new residual."""
 _alone: list[Alone] = []
 _ways: dict[tuple[Any, ...], str] = {}
-"""The fastest way by shape and power of two of tokens."""
+"""The fastest way by shape and bucket of tokens."""
 
 
 class Group(NamedTuple):
@@ -53,7 +53,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y and the new residual S: S is the sum over the ranks of a @ b, + residual; y is its RMSNorm.
 
-    Collective at the first call of a shape and power of two of tokens, except during a graph capture.
+    Collective at the first call of a shape and bucket of tokens, except during a graph capture.
 
     Args:
         a: [tokens, k]. The inputs of this rank.
@@ -87,7 +87,7 @@ def run(
         return rows.in_one_kernel(a, b, scale, scales, quantize, residual, norm, group)
 
     ways: dict[str, Callable[[], Any]] = {SUMMED: summed, LEFT: left, WHOLE: whole}
-    key = group_name, b.shape, a.dtype, quantize, power_of_two(len(a))
+    key = group_name, b.shape, a.dtype, quantize, bucket(len(a))
     if key not in _ways and not capturing(a.device):
         possible = {way: call for way, call in ways.items() if way == SUMMED or call() is not None}
         name = f"product {b.shape[0]} x {b.shape[1]}"

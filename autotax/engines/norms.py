@@ -10,7 +10,7 @@ Eager models leave the sum of a row-parallel layer to the norm behind it (`reduc
 - product and sum by a winner of GEMM + All-Reduce, then the engine's norm alone;
 - product, sum and norm by a winner that is one kernel.
 
-All are measured when a layer's result first reaches the fused function, for each power of two of tokens, and the ranks agree on
+All are measured when a layer's result first reaches the fused function, for each bucket of tokens, and the ranks agree on
 the fastest. If that is not the first, later calls of the layer return a `Pending`: a tensor that is computed when it is used.
 The fused function takes it uncomputed.
 """
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from autotax.core.problem import power_of_two
+from autotax.db.index import bucket
 from autotax.engines import rows
 from autotax.engines.thresholds import Ranges, norm_ranges, serves
 from autotax.heap.world import World
@@ -140,7 +140,7 @@ def unsummed(layer: Any, row: rows.Row | None, x: Any, product: Product) -> Tens
     """The result of a layer without a sum: its product, or a Pending. `product` is the engine's."""
     if row is None or torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.dim() != 2:
         return product(x)
-    way = vars(layer).get(WAYS, {}).get(power_of_two(len(x)))
+    way = vars(layer).get(WAYS, {}).get(bucket(len(x)))
     if way in (SUMMED, WHOLE):
         return Pending.of(layer, x, product, layer.output_size)
     y = product(x)
@@ -162,7 +162,7 @@ def summed_and_normed(
         row = hidden.layer._autotax_row
         if hidden.computed is not None or row is None:
             return fused(hidden.value(), residual)
-        way = vars(hidden.layer)[WAYS][power_of_two(len(hidden))]
+        way = vars(hidden.layer)[WAYS][bucket(len(hidden))]
         if way == WHOLE and norm and (results := rows.normed(row, hidden.layer, hidden.input, residual, norm, group)):
             return results
         return alone(rows.run(row, hidden.layer, hidden.input), residual)
@@ -183,7 +183,7 @@ def _decide(source: Source, residual: Tensor, group: Any, fused: Norm, alone: No
     if norm and rows.normed(row, layer, x, residual, norm, group):
         ways[WHOLE] = lambda: rows.normed(row, layer, x, residual, norm, group)
     name = cast(str, getattr(layer, "prefix", "")) or type(layer).__name__
-    layer.__dict__.setdefault(WAYS, {})[power_of_two(len(x))] = fastest(ways, world, x, name)
+    layer.__dict__.setdefault(WAYS, {})[bucket(len(x))] = fastest(ways, world, x, name)
 
 
 def fastest(ways: dict[str, Callable[[], Any]], world: World, x: Tensor, name: str) -> str:
