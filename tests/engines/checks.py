@@ -432,6 +432,7 @@ def vllm_compiled_norms(world: World, db: str | list[str], us: list[float], code
     the calls that were one kernel after each call of the graph, and the ways that were measured.
     """
     measured, db = mock.Mock(side_effect=us), db if isinstance(db, str) else db[world.rank]
+    torch._dynamo.reset()  # a process compiles one function only so many times
     with asking(db), stand_ins.vllm(), mock.patch.object(norms, "least_microseconds", measured):
         vllm_plugin.register()
         blocks, fused, manager = Blocks(codes), [], stand_ins.PostGradPassManager()
