@@ -27,25 +27,25 @@ T = TypeVar("T")
 
 def known_winners() -> list[IndexedWinner]:
     """The best proven winner of each problem, place and digest of kernel sources."""
-    return _strongest(_files(shipped_winners)[0])
+    return list(_shipped(FOLDER).index)
 
 
 def winners_of(problem: Problem, here: Place) -> list[Config]:
     """The shipped winners of exactly this problem that a look-up in this place may answer with."""
-    standing = (winner for winner in known_winners() if winner.problem_key == problem.key and winner.holds(here))
-    return [Config.from_dict(json.loads(winner.config_json)) for winner in standing]
+    known = _shipped(FOLDER).index.of_problem(problem.key)
+    return [Config.from_dict(json.loads(winner.config_json)) for winner in known if winner.holds(here)]
 
 
 def winners() -> list[WinnerRecord]:
     """The shipped winners with all their fields."""
-    return [entry.winner for entry in merge(_files(read)[0]).values()]
+    return [entry.winner for entry in merge(_files(FOLDER, read)[0]).values()]
 
 
-def _files(read: Callable[[Path], list[T]]) -> tuple[list[T], str]:
-    """The content of every valid file, and the first error in one line; it is empty if all files are valid."""
+def _files(folder: Path, read: Callable[[Path], list[T]]) -> tuple[list[T], str]:
+    """The content of every valid file of a folder, and the first error in one line; it is empty if all files are valid."""
     content: list[T] = []
     wrong = ""
-    for path in sorted(FOLDER.glob("*.json")):
+    for path in sorted(folder.glob("*.json")):
         try:
             content += read(path)
         except UsageError as error:
@@ -73,7 +73,7 @@ class Source:
 
 def sources(db: str | Path | None) -> tuple[Source, Source]:
     """The sources of look-ups: the winners of a database, then the shipped winners."""
-    return _database(resolve_url(db)), _shipped()
+    return _database(resolve_url(db)), _shipped(FOLDER)
 
 
 def forget_sources() -> None:
@@ -92,8 +92,8 @@ def _database(url: str) -> Source:
 
 
 @cache
-def _shipped() -> Source:
-    winners, wrong = _files(shipped_winners)
+def _shipped(folder: Path) -> Source:
+    winners, wrong = _files(folder, shipped_winners)
     return Source(Index(_strongest(winners)), origin="shipped with autotax; ", whose="the shipped", empty=wrong)
 
 

@@ -2,7 +2,7 @@
 
 vLLM's compiler fuses an all-reduce with a residual and a norm, but the all-reduce of our row-parallel operators is inside them.
 `fuse` puts `autotax::fused_matmul_all_reduce_norm` in the place of both nodes, for shapes that have a winner which is one kernel
-of all (`rows.with_norm`, the same on all ranks).
+of all. Ranks have agreed on these when the layers were made (`rows.ranges_of_norms`).
 
 The operator decides at each call, for its number of tokens. Its ways are those of eager models (`autotax.engines.norms`). They
 are measured at the first call of each bucket of tokens, outside captures, and the ranks agree. A capture of tokens that
@@ -57,16 +57,16 @@ def run(
 
     Args:
         a: [tokens, k]. The inputs of this rank.
-        b: [k, n]. Of the type of a, or e4m3 in the engine's layout.
+        b: [k, n]. The weight, of the type of a, or e4m3 in the engine's layout.
         scale: float32 [1]. The scale of inputs that are quantised statically.
-        scales: float32. Those of b in e4m3.
+        scales: float32. The scales of b in e4m3.
         quantize: row, block or static for b in e4m3. Else empty.
         residual: [tokens, n]. The same on all ranks.
-        weight: [n]. That of the norm.
+        weight: [n]. The weight of the norm.
         eps: added to the mean square.
         group_name: The process group.
     """
-    device_group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    device_group = _group_of(group_name)
     group, norm = Group(device_group, device_group.size()), RmsNorm(weight, eps)
 
     def summed() -> tuple[Tensor, Tensor]:
@@ -94,6 +94,10 @@ def run(
         _ways[key] = norms.fastest(possible, World.of(device_group, a.device), a, name) if len(possible) > 1 else SUMMED
     results: tuple[Tensor, Tensor] | None = ways[_ways.get(key, SUMMED)]()
     return summed() if results is None else results
+
+
+def _group_of(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def _meta(*operands: Any) -> tuple[Tensor, Tensor]:
@@ -152,17 +156,17 @@ def _pairs(graph: fx.Graph, norm: Any) -> Iterator[tuple[fx.Node, fx.Node, tuple
         if not takes_sum or behind.kwargs or any(value is not None for value in behind.args[4:]):
             continue
         values = [_value(node) for node in (*operands[:2], *behind.args[1:3])]
-        if all(isinstance(value, Tensor) for value in values) and _shape(*values, *operands[4:]) in rows.with_norm:
+        if all(isinstance(value, Tensor) for value in values) and _fits(*values, *operands[4:]):
             yield product, behind, operands
 
 
-def _shape(a: Tensor, b: Tensor, residual: Tensor, weight: Tensor, quantize: str, group: str) -> rows.Shape | None:
-    """The key of `rows.with_norm`; None for tensors that the operator does not take. Weights have sizes that do not vary."""
+def _fits(a: Tensor, b: Tensor, residual: Tensor, weight: Tensor, quantize: str, group_name: str) -> bool:
+    """Whether one kernel may run these tensors. Weights have sizes that do not vary."""
     n, whole = weight.numel(), b.numel()
     plain = isinstance(n, int) and isinstance(whole, int) and a.dim() == residual.dim() == 2
     if not plain or not a.dtype == residual.dtype == weight.dtype:
-        return None
-    return group, n, whole // n, a.dtype, quantize
+        return False
+    return rows.may_norm(n, whole // n, a.dtype, quantize, _group_of(group_name), a.device)
 
 
 def _operands(node: fx.Node) -> tuple[Any, ...] | None:

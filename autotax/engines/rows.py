@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
-from autotax.engines.thresholds import Ranges, agreed, kept_bits, listed, norm_ranges, remembered, token_ranges
+from autotax.engines.thresholds import Ranges, agreed, already, kept_bits, listed, norm_ranges, remembered, token_ranges, within
 from autotax.heap.world import World
 from autotax.nn.consensus import DTYPES
 from autotax.operators.scaled import SCALES_OF, scales_shape
@@ -84,37 +84,36 @@ def in_one_kernel(
     except NotTaken:
         return None
     n, k = b.shape
-    ranges = _ranges_behind(n, k, x.dtype, quantize, norm.offset, group.device_group, x.device)
-    if not any(first <= len(x) <= last for first, last in ranges):
+    if not within(len(x), ranges_of_norms(n, k, x.dtype, quantize, group.device_group, x.device, norm.offset)):
         return None
     of_b = () if scales is None else (scaled.of_weight(scales, SCALES_OF[quantize], b),)
     of_a = () if scale is None else (scale.view(1),)
     return matmul_all_reduce_norm(x, b, of_a + of_b, quantize, residual, norm, str(group.device_group.group_name))
 
 
-def _ranges_behind(
-    n: int, k: int, dtype: torch.dtype, quantize: str, offset: int, group: Any, device: torch.device
+def ranges_of_norms(
+    n: int, k: int, dtype: torch.dtype, quantize: str, group: Any, device: torch.device, offset: int = 0
 ) -> Ranges:
-    """Numbers of tokens for which a winner is one kernel of a product with a weight [n, k], its sum and a norm."""
+    """Numbers of tokens for which a winner is one kernel of a product with a weight [n, k], its sum and a norm.
+
+    Collective at the first call of a shape.
+    """
 
     def ranges(world: World) -> Ranges:
         front: Any = {"k": k, "scales": SCALES_OF[quantize] if quantize else "none", "quantize": quantize or "none"}
         return norm_ranges(n, DTYPES[dtype], world.size, offset=offset, **front, world=world)
 
-    key = "norm", n, dtype, device, quantize, offset, k
+    key = _key_of_norms(n, k, dtype, quantize, device, offset=offset)
     return remembered(group, device, key, f"norms behind {n} x {k}", ranges) if dtype in DTYPES else []
 
 
-Shape = tuple[str, int, int, torch.dtype, str]
-"""The group, the sizes n and k, the type of inputs, and how they are quantised."""
-with_norm: set[Shape] = set()
-"""Shapes of layers for which a winner is one kernel of product, sum and norm, on all ranks. Compiled graphs ask by shape."""
+def may_norm(n: int, k: int, dtype: torch.dtype, quantize: str, group: Any, device: torch.device) -> bool:
+    """Whether `ranges_of_norms` has found any for this shape before. Not collective."""
+    return bool(already(group, _key_of_norms(n, k, dtype, quantize, device)))
 
 
-def note_norm(row: Row, n: int, k: int, dtype: torch.dtype, group: Any, device: torch.device) -> None:
-    """Enters a layer's shape into `with_norm`, if it has such a winner. Collective at the first call of a shape."""
-    behind = _ranges_behind(n, k, dtype, row.quantize, 0, group.device_group, device)
-    (with_norm.add if behind else with_norm.discard)((row.group, n, k, dtype, row.quantize))
+def _key_of_norms(*shape: Any, offset: int = 0) -> tuple[Any, ...]:
+    return "norm", *shape, offset
 
 
 def plain_row(n: int, k: int, dtype: torch.dtype, group: Any, device: torch.device, name: str) -> Row | None:

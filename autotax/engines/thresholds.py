@@ -109,7 +109,11 @@ def serves(
     tokens: int, group: Any, device: torch.device, key: Hashable, name: str, ranges: Callable[[World], Ranges]
 ) -> bool:
     """Whether a number of tokens lies in the ranges that all ranks of a group have for `key`. See `remembered`."""
-    return any(first <= tokens <= last for first, last in remembered(group, device, key, name, ranges))
+    return within(tokens, remembered(group, device, key, name, ranges))
+
+
+def within(tokens: int, ranges: Ranges) -> bool:
+    return any(first <= tokens <= last for first, last in ranges)
 
 
 def remembered(group: Any, device: torch.device, key: Hashable, name: str, ranges: Callable[[World], Ranges]) -> Ranges:
@@ -127,6 +131,12 @@ def remembered(group: Any, device: torch.device, key: Hashable, name: str, range
         world = World.of(group, device)
         of_group[key] = agreed(ranges(world), name, world)
     return of_group[key]
+
+
+def already(group: Any, key: Hashable) -> Ranges:
+    """The ranges that `remembered` has for `key`; none before its first call. Not collective."""
+    ranges: Ranges = _remembered.get(group, {}).get(key, [])
+    return ranges
 
 
 def fingerprint(op: str) -> str:

@@ -324,11 +324,12 @@ def _row_of(layer: Any) -> Row | None:
 
 
 def _noting_norm(layer: Any, row: Row | None, dtype: Any, group: Any) -> Row | None:
-    """Returns the row. If the layer sums by itself, compiled graphs may take the norm behind it too."""
+    """Returns the row. If the layer sums by itself, the ranks agree on winners with norms, for graphs that are compiled later."""
     from autotax.engines import rows
 
     if row and layer.reduce_results and not vllm_is_invariant():
-        rows.note_norm(row, layer.output_size, layer.input_size_per_partition, dtype, group, group.device)
+        sizes = layer.output_size, layer.input_size_per_partition
+        rows.ranges_of_norms(*sizes, dtype, row.quantize, group.device_group, group.device)
     return row
 
 

@@ -229,8 +229,8 @@ class Ledger:
 
     def _crowned(self) -> list[WinnerRecord]:
         """The winners of the database that a look-up would find here."""
-        winners = self.patience(self.store.winners, with_samples=False)
-        return [winner for winner in winners if winner.problem == self.key[0] and holds(winner, winner.place, self._here)]
+        winners, here = self.patience(self.store.winners, with_samples=False), self._here
+        return [winner for winner in winners if winner.problem == self.key[0] and holds(winner, winner.place, here)]
 
     def _kept(self) -> list[TrialRecord]:
         problem, hardware, environment = self.key
