@@ -30,7 +30,7 @@ from autotax.torch.scaled import ALL_REDUCE, product_by
 Alone = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """The engine's norm of a sum, its residual, the weight and eps: y and the new residual."""
 _alone: list[Alone] = []
-_ways: dict[tuple[Any, ...], str] = {}
+chosen: dict[tuple[Any, ...], str] = {}
 """The fastest way by shape and bucket of tokens."""
 
 
@@ -44,7 +44,7 @@ class Group(NamedTuple):
 def use(alone: Alone) -> None:
     """Sets the engine's norm, and forgets what was measured."""
     _alone[:] = [alone]
-    _ways.clear()
+    chosen.clear()
 
 
 def run(
@@ -88,11 +88,11 @@ def run(
 
     ways: dict[str, Callable[[], Any]] = {SUMMED: summed, LEFT: left, WHOLE: whole}
     key = group_name, b.shape, a.dtype, quantize, bucket(len(a))
-    if key not in _ways and not capturing(a.device):
+    if key not in chosen and not capturing(a.device):
         possible = {way: call for way, call in ways.items() if way == SUMMED or call() is not None}
         name = f"product {b.shape[0]} x {b.shape[1]}"
-        _ways[key] = norms.fastest(possible, World.of(device_group, a.device), a, name) if len(possible) > 1 else SUMMED
-    results: tuple[Tensor, Tensor] | None = ways[_ways.get(key, SUMMED)]()
+        chosen[key] = norms.fastest(possible, World.of(device_group, a.device), a, name) if len(possible) > 1 else SUMMED
+    results: tuple[Tensor, Tensor] | None = ways[chosen.get(key, SUMMED)]()
     return summed() if results is None else results
 
 

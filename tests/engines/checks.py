@@ -399,9 +399,9 @@ def vllm_sums_left(world: World, db: str, us: list[float], codes: bool = False) 
 class Blocks(nn.Module):
     """Row-parallel layers of vLLM with norms behind them: a usual one, one whose sum is used again, and one in float32."""
 
-    def __init__(self, codes: bool) -> None:
+    def __init__(self, codes: bool, *sizes: int) -> None:
         super().__init__()
-        self.layer = layer_of(codes)
+        self.layer = layer_of(codes, *sizes)
         weights = (normal(self.layer.output_size, seed=seed).to(dtype) for seed, dtype in enumerate(DTYPES_OF_NORMS))
         self.norms = nn.ParameterList(nn.Parameter(weight, False) for weight in weights)
 
@@ -417,9 +417,10 @@ class Blocks(nn.Module):
 DTYPES_OF_NORMS = (torch.bfloat16, torch.bfloat16, torch.float32)
 
 
-def layer_of(codes: bool) -> Any:
+def layer_of(codes: bool, *sizes: int) -> Any:
+    """A layer whose inputs have so many columns over all ranks, and whose outputs so many."""
     method = stand_ins.Fp8LinearMethod("row", "channel") if codes else None
-    sizes = (K8, N8) if codes else (K, N)
+    sizes = sizes or ((K8, N8) if codes else (K, N))
     more: dict[str, Any] = {"params_dtype": torch.bfloat16, "quant_config": method, "return_bias": False}
     layer = stand_ins.RowParallelLinear(*sizes, bias=False, **more)
     if method:

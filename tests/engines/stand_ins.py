@@ -51,7 +51,7 @@ class GroupCoordinator:
     def __init__(self) -> None:
         self.device_group = dist.group.WORLD
         self.world_size, self.rank_in_group = dist.get_world_size(), dist.get_rank()
-        self.device = torch.device("cpu")
+        self.device = torch.get_default_device()
         self.sums = 0
         """Collectives that the framework did by itself."""
 
@@ -101,7 +101,7 @@ class Quantising:
         self.quantize, self.of_weight = quantize, of_weight
 
     def create(self, layer: nn.Module, n: int, k: int, rank: int) -> None:
-        seed = torch.Generator().manual_seed(10 + rank)
+        seed = torch.Generator(torch.get_default_device()).manual_seed(10 + rank)
         codes = torch.randn(n, k, generator=seed).to(torch.float8_e4m3fn)
         layer.weight, self.products = nn.Parameter(codes, False), 0
         shape = {"tensor": (1,), "channel": (n, 1), "block": (-(-n // 128), k // 128)}[self.of_weight]
@@ -175,7 +175,7 @@ class RowParallelLinear(PluggableLayer):
         self.return_bias, self.prefix = return_bias, prefix
         self.params_dtype = params_dtype or torch.get_default_dtype()
         self.quant_method = quant_config or UnquantizedLinearMethod()
-        seed = torch.Generator().manual_seed(10 + self.tp_rank)
+        seed = torch.Generator(torch.get_default_device()).manual_seed(10 + self.tp_rank)
         if hasattr(self.quant_method, "create_weights"):
             self.quant_method.create_weights(self, output_size, self.input_size_per_partition)
         else:

@@ -28,7 +28,12 @@ Operands = tuple[tuple[int, ...], Sequence[tuple[int, str]], int]
 
 
 def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=generator(seed))
+
+
+def generator(seed: int) -> torch.Generator:
+    """On the default device, where tensors are made."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
 def laid_out(k: int, n: int, layout: str, seed: int) -> Tensor:

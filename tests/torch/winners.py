@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from autotax.core.conditions import ON_CPU
+from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db import Store
@@ -28,15 +28,15 @@ def scatter(m: int, n: int, k: int, weight: str = "nk") -> GemmReduceScatter:
     return GemmReduceScatter(m, n, k, "fp32", "scattered", WORLD, weight)
 
 
-def usual(problem: Problem, variant: str) -> Config:
-    return space_for(problem, detect("cpu")).default(variant)
+def usual(problem: Problem, variant: str, backend: str = "cpu") -> Config:
+    return space_for(problem, detect(backend)).default(variant)
 
 
-def database(path: Path, winners: Mapping[Problem, Config]) -> str:
-    """A database with winners as if tuned on these CPU ranks."""
-    here = detect("cpu")
+def database(path: Path, winners: Mapping[Problem, Config], backend: str = "cpu") -> str:
+    """A database with winners as if tuned on these ranks."""
+    here = detect(backend)
     with Store.open(f"sqlite:///{path}") as store:
         for problem, config in winners.items():
             assert space_for(problem, here).why_not(config) is None, config
-            keep_winner(store, problem, config, here, environment("cpu"), ON_CPU)
+            keep_winner(store, problem, config, here, environment(backend), Conditions.usual(here.on_gpu))
     return str(path)
