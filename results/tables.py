@@ -141,7 +141,8 @@ def main() -> None:
         longest, began = 0.0 if options.served else options.each, time.monotonic()
         work = served() if options.served else api.tune_jobs(jobs, hardware, store, lambda *_: nullcontext(Silence()), then=tuned)
         for _ in work:
-            longest, began = max(longest, time.monotonic() - began), time.monotonic()
+            # A slow one, such as the first with a library that compiles, counts for less with each that follows.
+            longest, began = max(0.7 * longest, time.monotonic() - began), time.monotonic()
             if began + longest > ends:
                 break
     (options.folder / "tables.md").write_text("\n".join(table(rows)) + "\n")

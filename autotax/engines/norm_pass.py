@@ -11,7 +11,9 @@ were not measured before takes the product with its sum, and the engine's norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,11 +27,30 @@ from autotax.heap.world import World
 from autotax.nn.groups import capturing
 from autotax.torch.normed import NORMED, RmsNorm
 from autotax.torch.registration import KEYS
-from autotax.torch.scaled import ALL_REDUCE, product_by
+from autotax.torch.scaled import ALL_REDUCE, CODES, product_by
 
-Alone = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""The engine's norm of a sum, its residual, the weight and eps: y and the new residual."""
-_alone: list[Alone] = []
+Results = tuple[Tensor, ...]
+"""y, the new residual, and with quant row the scales of y, float32 [tokens, 1]."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of the engine, and how a graph holds it: as a call, or functionalised where its operator writes its arguments."""
+
+    quant: str
+    """none, tensor or row: how its result is quantised."""
+    alone: Callable[[Tensor, Tensor, RmsNorm], Results]
+    """The norm of a sum and its residual."""
+    operands: tuple[str, ...]
+    """The names of the sum, the residual, the weight and eps among the operator's arguments, and of the scale of quant tensor."""
+    unused: tuple[str, ...]
+    """Arguments that must be None."""
+    places: tuple[int, ...]
+    """Where y, the new residual and the scales are among the node's results."""
+
+
+_norms: dict[Any, Norm] = {}
+"""By operator."""
 chosen: dict[tuple[Any, ...], str] = {}
 """The fastest way by shape and bucket of tokens."""
 
@@ -41,17 +62,18 @@ class Group(NamedTuple):
     world_size: int
 
 
-def use(alone: Alone) -> None:
-    """Sets the engine's norm, and forgets what was measured."""
-    _alone[:] = [alone]
+def use(engines: Mapping[Any, Norm]) -> None:
+    """Sets the engine's norms, by operator, and forgets what was measured."""
+    _norms.clear()
+    _norms.update(engines)
     chosen.clear()
 
 
 def run(
     a: Tensor, b: Tensor, scale: Tensor | None, scales: Tensor | None, quantize: str, residual: Tensor, weight: Tensor,
-    eps: float, group_name: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y and the new residual S: S is the sum over the ranks of a @ b, + residual; y is its RMSNorm.
+    eps: float, quant: str, y_scale: Tensor | None, group_name: str,
+) -> list[Tensor]:  # fmt: skip
+    """y and the new residual S: S is the sum over the ranks of a @ b, + residual; y is its RMSNorm. Then the scales that y has.
 
     Collective at the first call of a shape and bucket of tokens, except during a graph capture.
 
@@ -63,53 +85,59 @@ def run(
         quantize: row, block or static for b in e4m3. Else empty.
         residual: [tokens, n]. The same on all ranks.
         weight: [n]. The weight of the norm.
-        eps: added to the mean square.
+        eps: Added to the mean square.
+        quant: none, tensor or row. How y is quantised.
+        y_scale: float32 [1]. The scale of y with quant tensor.
         group_name: The process group.
     """
     device_group = _group_of(group_name)
-    group, norm = Group(device_group, device_group.size()), RmsNorm(weight, eps)
+    group, norm = Group(device_group, device_group.size()), RmsNorm(weight, eps, 0, quant, y_scale)
 
-    def summed() -> tuple[Tensor, Tensor]:
+    def summed() -> Results:
         if scales is None:
             total = torch.ops.autotax.fused_matmul_all_reduce(a, b, group_name)
         else:
             total = torch.ops.autotax.fused_quantised_matmul(a, b, scale, scales, quantize, ALL_REDUCE, group_name)
-        return _alone[0](total, residual, weight, eps)
+        alone = next(engines.alone for engines in _norms.values() if engines.quant == quant)
+        return alone(total, residual, norm)
 
-    def left() -> tuple[Tensor, Tensor] | None:
+    def left() -> Results | None:
         """A product of the library or of the engine, then our sum and norm."""
         product = a @ b if scales is None else product_by(b, a)
         if product is None:
             return None
-        return cast(tuple[Tensor, Tensor] | None, norms.normed(product, residual, weight, group, eps))
+        return norms.normed(product, residual, weight, group, eps, quant=quant, scale=y_scale)
 
-    def whole() -> tuple[Tensor, Tensor] | None:
+    def whole() -> Results | None:
         return rows.in_one_kernel(a, b, scale, scales, quantize, residual, norm, group)
 
     ways: dict[str, Callable[[], Any]] = {SUMMED: summed, LEFT: left, WHOLE: whole}
-    key = group_name, b.shape, a.dtype, quantize, bucket(len(a))
+    key = group_name, b.shape, a.dtype, quantize, quant, bucket(len(a))
     if key not in chosen and not capturing(a.device):
         possible = {way: call for way, call in ways.items() if way == SUMMED or call() is not None}
         name = f"product {b.shape[0]} x {b.shape[1]}"
         chosen[key] = norms.fastest(possible, World.of(device_group, a.device), a, name) if len(possible) > 1 else SUMMED
-    results: tuple[Tensor, Tensor] | None = ways[chosen.get(key, SUMMED)]()
-    return summed() if results is None else results
+    results: Results | None = ways[chosen.get(key, SUMMED)]()
+    y, total, *of_y = summed() if results is None else results
+    return [y, total, *(made.view(-1, 1) for made in of_y)]
 
 
 def _group_of(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
-def _meta(*operands: Any) -> tuple[Tensor, Tensor]:
-    residual = operands[5]
-    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+def _meta(*operands: Any) -> list[Tensor]:
+    residual, quant = operands[5], operands[8]
+    y = residual.new_empty(residual.shape, dtype=residual.dtype if quant == "none" else CODES)
+    made = [residual.new_empty((residual.shape[0], 1), dtype=torch.float32)] if quant == "row" else []
+    return [y, residual.new_empty(residual.shape), *made]
 
 
 def _declare() -> torch.library.Library:
     library = torch.library.Library("autotax", "FRAGMENT")
     library.define(
         f"{NORMED}(Tensor A, Tensor B, Tensor? A_scale, Tensor? B_scale, str quantize, Tensor residual, Tensor weight, "
-        "float eps, str group_name) -> (Tensor, Tensor)",
+        "float eps, str quant, Tensor? Y_scale, str group_name) -> Tensor[]",
         tags=(torch.Tag.needs_fixed_stride_order,),
     )
     for key in KEYS:
@@ -124,49 +152,92 @@ _own = _declare()
 # The pass.
 
 
-def fuse(graph: fx.Graph, norm: Any) -> int:
-    """Fuses every pair of nodes that can be, and returns their number.
+SIZES = (torch.ops.aten.sym_size.int,)
+LIKE = (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
 
-    `norm` is the engine's operator of a sum, its residual, the weight and eps, and of further arguments that are None.
-    """
-    pairs = list(_pairs(graph, norm))
-    for product, behind, operands in pairs:
-        _, residual, weight, eps = behind.args[:4]
-        a, b, scale, scales, quantize, group = operands
-        with graph.inserting_before(behind):
-            node = graph.call_function(
-                torch.ops.autotax.fused_matmul_all_reduce_norm.default,
-                (a, b, scale, scales, quantize, residual, weight, eps, group),
-            )
-        node.meta.update(behind.meta)
-        behind.replace_all_uses_with(node)
-        graph.erase_node(behind)
+
+class Behind(NamedTuple):
+    """The norm behind a sum: its kind, and its operands as `Norm.operands` names them."""
+
+    norm: Norm
+    operands: list[Any]
+
+
+def fuse(graph: fx.Graph) -> int:
+    """Fuses every pair of nodes that can be, and returns their number."""
+    pairs = list(_pairs(graph))
+    for product, node, (norm, (_, residual, weight, eps, *scale)), operands in pairs:
+        a, b, of_a, of_b, quantize, group = operands
+        fused = torch.ops.autotax.fused_matmul_all_reduce_norm.default
+        given = a, b, of_a, of_b, quantize, residual, weight, eps, norm.quant, *(scale or [None]), group
+        with graph.inserting_before(node):
+            made = graph.call_function(fused, given)
+            results = [graph.call_function(operator.getitem, (made, place)) for place in range(len(norm.places))]
+        made.meta["val"] = fused(*fx.map_arg(given, _value))
+        for result, value in zip(results, made.meta["val"], strict=True):
+            result.meta["val"] = value
+        for user in list(node.users):
+            user.replace_all_uses_with(results[norm.places.index(user.args[1])])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        for other in list(product.users):
+            if other.target in SIZES:
+                other.replace_input_with(product, a)  # it has as many tokens
+            else:
+                graph.erase_node(other)
         graph.erase_node(product)
     return len(pairs)
 
 
-def _pairs(graph: fx.Graph, norm: Any) -> Iterator[tuple[fx.Node, fx.Node, tuple[Any, ...]]]:
-    """Sums that only a norm uses, with that norm and the operands of the product."""
+def _pairs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, Behind, tuple[Any, ...]]]:
+    """Sums that only a norm uses, with the node of that norm, the norm, and the operands of the product."""
     for product in graph.nodes:
-        operands, users = _operands(product), list(product.users)
-        if operands is None or len(users) != 1 or users[0].target is not norm:
+        operands = _operands(product)
+        found = [(user, behind) for user in product.users if operands and (behind := _behind(user, product))]
+        if operands is None or not found:
             continue
-        behind = users[0]
-        takes_sum = behind.args[0] is product and product not in behind.args[1:]
-        if not takes_sum or behind.kwargs or any(value is not None for value in behind.args[4:]):
+        (node, behind), *_ = found
+        if not all(user is node or _takes_shape(user, node) for user in product.users):
             continue
-        values = [_value(node) for node in (*operands[:2], *behind.args[1:3])]
-        if all(isinstance(value, Tensor) for value in values) and _fits(*values, *operands[4:]):
-            yield product, behind, operands
+        norm, (_, residual, weight, *_) = behind
+        a, b, _, _, *how = operands
+        values = [_value(node) for node in (a, b, residual, weight)]
+        if all(isinstance(value, Tensor) for value in values) and _fits(*values, *how, norm.quant):
+            yield product, node, behind, operands
 
 
-def _fits(a: Tensor, b: Tensor, residual: Tensor, weight: Tensor, quantize: str, group_name: str) -> bool:
+def _takes_shape(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a user of a sum takes only its number of tokens, or makes what only the norm at `node` writes."""
+    if user.target in LIKE:
+        return list(user.users) == [node]
+    return user.target in SIZES and bool(user.args[1] == 0)
+
+
+def _fits(a: Tensor, b: Tensor, residual: Tensor, weight: Tensor, *how: str) -> bool:
     """Whether one kernel may run these tensors. Weights have sizes that do not vary."""
     n, whole = weight.numel(), b.numel()
     plain = isinstance(n, int) and isinstance(whole, int) and a.dim() == residual.dim() == 2
     if not plain or not a.dtype == residual.dtype == weight.dtype:
         return False
-    return rows.may_norm(n, whole // n, a.dtype, quantize, _group_of(group_name), a.device)
+    quantize, group_name, quant = how
+    return rows.may_norm(n, whole // n, a.dtype, quantize, _group_of(group_name), a.device, quant)
+
+
+def _behind(node: fx.Node, product: fx.Node) -> Behind | None:
+    """The norm that a node computes of a product, if only its results are used; else None."""
+    functional = node.target is torch.ops.higher_order.auto_functionalized
+    target = node.args[0] if functional else node.target
+    norm = _norms.get(target) if node.op == "call_function" else None
+    if norm is None:
+        return None
+    names = [argument.name for argument in cast(Any, target)._schema.arguments]
+    given = dict(node.kwargs) if functional else dict(zip(names, node.args, strict=False)) | node.kwargs
+    operands = [given.get(name) for name in norm.operands]
+    used = all(user.target is operator.getitem and user.args[1] in norm.places for user in node.users)
+    unused = all(given.get(name) is None for name in norm.unused)
+    if operands[0] is not product or product in operands[1:] or not used or not unused:
+        return None
+    return Behind(norm, operands)
 
 
 def _operands(node: fx.Node) -> tuple[Any, ...] | None:

@@ -45,21 +45,22 @@ _norms: WeakKeyDictionary[dist.ProcessGroup, dict[Key, AllReduceNorm]] = WeakKey
 
 
 def normed(
-    x: Tensor, residual: Tensor, weight: Tensor, group: Any, eps: float, *, offset: int = 0, scale: Tensor | None = None,
-    **results: Tensor | None,
+    x: Tensor, residual: Tensor, weight: Tensor, group: Any, eps: float, *, offset: int = 0, quant: str = "none",
+    scale: Tensor | None = None, **results: Tensor | None,
 ) -> tuple[Tensor, ...] | None:  # fmt: skip
     """y and the new residual where a winner sums, adds and norms faster than the collective library and a norm; else None.
 
     Collective at the first call of a shape. During graph capture it is not collective, and the answer for a new shape is None.
 
     `x` [tokens, hidden] are this rank's partial sums, `weight` is [hidden], and `group` is the engine's coordinator. `offset` is
-    added to the weight. A y in e4m3 has the `scale`, float32 [1]. `results` are the `out` and `residual_out` of AllReduceNorm.
-    These may be x and the residual: where the kernel of this size cannot work in place, the results are copied.
+    added to the weight. A y in e4m3 has the `scale`, float32 [1], or with quant row scales that follow the results. `results` are
+    the `out` and `residual_out` of AllReduceNorm. These may be x and the residual: where the kernel of this size cannot work in
+    place, the results are copied.
     """
     alike = x.dim() == 2 and x.shape == residual.shape and x.dtype == weight.dtype == residual.dtype
     if group.world_size == 1 or not alike or x.dtype not in DTYPES or x.shape[1] % 8 or x.shape[1] > 16384:
         return None
-    (tokens, hidden), quant = x.shape, "none" if scale is None else "tensor"
+    (tokens, hidden), quant = x.shape, quant if scale is None else "tensor"
 
     def ranges(world: World) -> Ranges:
         return norm_ranges(hidden, DTYPES[x.dtype], group.world_size, quant=quant, offset=offset, world=world)

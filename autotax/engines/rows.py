@@ -63,7 +63,7 @@ def run(row: Row, layer: Any, x: Tensor, batch_invariant: bool = False) -> Tenso
     return cast(Tensor, torch.ops.autotax.fused_quantised_matmul(x, layer.weight, scale, *how))
 
 
-def normed(row: Row, layer: Any, x: Tensor, residual: Tensor, norm: RmsNorm, group: Any) -> tuple[Tensor, Tensor] | None:
+def normed(row: Row, layer: Any, x: Tensor, residual: Tensor, norm: RmsNorm, group: Any) -> tuple[Tensor, ...] | None:
     """The norm of the sum over the ranks of the layer's products and the residual, and that sum with the residual; None where no
     winner is a kernel of all this.
 
@@ -77,14 +77,14 @@ def normed(row: Row, layer: Any, x: Tensor, residual: Tensor, norm: RmsNorm, gro
 def in_one_kernel(
     x: Tensor, weight: Tensor, scale: Tensor | None, scales: Tensor | None, quantize: str, residual: Tensor, norm: RmsNorm,
     group: Any,
-) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+) -> tuple[Tensor, ...] | None:  # fmt: skip
     """`normed` for a `weight` in either layout, its `scales`, and the `scale` of inputs that are quantised statically."""
     try:
         b = scaled.by_rows(weight, x.shape[-1])
     except NotTaken:
         return None
     n, k = b.shape
-    if not within(len(x), ranges_of_norms(n, k, x.dtype, quantize, group.device_group, x.device, norm.offset)):
+    if not within(len(x), ranges_of_norms(n, k, x.dtype, quantize, group.device_group, x.device, norm.offset, norm.quant)):
         return None
     of_b = () if scales is None else (scaled.of_weight(scales, SCALES_OF[quantize], b),)
     of_a = () if scale is None else (scale.view(1),)
@@ -92,24 +92,24 @@ def in_one_kernel(
 
 
 def ranges_of_norms(
-    n: int, k: int, dtype: torch.dtype, quantize: str, group: Any, device: torch.device, offset: int = 0
+    n: int, k: int, dtype: torch.dtype, quantize: str, group: Any, device: torch.device, offset: int = 0, quant: str = "none"
 ) -> Ranges:
     """Numbers of tokens for which a winner is one kernel of a product with a weight [n, k], its sum and a norm.
 
-    Collective at the first call of a shape.
+    `quant` says how the norm quantises. Collective at the first call of a shape.
     """
 
     def ranges(world: World) -> Ranges:
         front: Any = {"k": k, "scales": SCALES_OF[quantize] if quantize else "none", "quantize": quantize or "none"}
-        return norm_ranges(n, DTYPES[dtype], world.size, offset=offset, **front, world=world)
+        return norm_ranges(n, DTYPES[dtype], world.size, quant=quant, offset=offset, **front, world=world)
 
-    key = _key_of_norms(n, k, dtype, quantize, device, offset=offset)
+    key = _key_of_norms(n, k, dtype, quantize, device, quant, offset=offset)
     return remembered(group, device, key, f"norms behind {n} x {k}", ranges) if dtype in DTYPES else []
 
 
-def may_norm(n: int, k: int, dtype: torch.dtype, quantize: str, group: Any, device: torch.device) -> bool:
+def may_norm(n: int, k: int, dtype: torch.dtype, quantize: str, group: Any, device: torch.device, quant: str) -> bool:
     """Whether `ranges_of_norms` has found any for this shape before. Not collective."""
-    return bool(already(group, _key_of_norms(n, k, dtype, quantize, device)))
+    return bool(already(group, _key_of_norms(n, k, dtype, quantize, device, quant)))
 
 
 def _key_of_norms(*shape: Any, offset: int = 0) -> tuple[Any, ...]:

@@ -238,27 +238,27 @@ def _tuned_fused_norm(original: Any) -> Any:
 
 
 def _add_pass() -> str | None:
-    """Adds our pass behind vLLM's own: norms that vLLM has fused with a quantiser stay as they are."""
+    """Adds our pass behind vLLM's own, which have fused some norms with a quantiser."""
     import torch
     from vllm.compilation.passes.inductor_pass import CallableInductorPass  # type: ignore[import-not-found]
     from vllm.compilation.passes.pass_manager import PostGradPassManager  # type: ignore[import-not-found]
 
     from autotax.engines import norm_pass
     from autotax.engines.thresholds import fingerprint
+    from autotax.engines.vllm_norms import norms_of_vllm
 
     importlib.import_module(_NORM.module)
     original, norm = PostGradPassManager.configure, torch.ops.vllm_ir.fused_add_rms_norm
     if tuple(argument.name for argument in norm.default._schema.arguments) != _NORM.parameters:
         return f"vLLM declares {norm.default._schema}"
-    norm_pass.use(norm)
+    norm_pass.use(norms_of_vllm(norm.default))
     if hasattr(original, "_autotax"):
         return None
 
     @wraps(original)
     def configure(self: Any, config: Any) -> None:
         original(self, config)
-        fuse = partial(norm_pass.fuse, norm=norm.default)
-        self.add(CallableInductorPass(fuse, uuid=fingerprint("all-reduce-norm")))
+        self.add(CallableInductorPass(norm_pass.fuse, uuid=fingerprint("all-reduce-norm")))
 
     configure._autotax = True  # type: ignore[attr-defined]
     PostGradPassManager.configure = configure
@@ -329,7 +329,9 @@ def _noting_norm(layer: Any, row: Row | None, dtype: Any, group: Any) -> Row | N
 
     if row and layer.reduce_results and not vllm_is_invariant():
         sizes = layer.output_size, layer.input_size_per_partition
-        rows.ranges_of_norms(*sizes, dtype, row.quantize, group.device_group, group.device)
+        # The next layer quantises as this one does, in most models.
+        for quant in ("none", *{"row": ("row",), "static": ("tensor",)}.get(row.quantize, ())):
+            rows.ranges_of_norms(*sizes, dtype, row.quantize, group.device_group, group.device, quant=quant)
     return row
 
 

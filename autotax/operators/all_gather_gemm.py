@@ -213,12 +213,17 @@ def _on_nvidia(problem: AllGatherGemm, hardware: Hardware) -> bool:
     return hardware.backend == "cuda" and problem.dtype != "e4m3" and problem.shard == "m" and problem.m % problem.world_size == 0
 
 
+def _torch_multiplies(problem: AllGatherGemm, hardware: Hardware) -> bool:
+    """Whether torch's operator for e4m3 applies. With the scales of rows it fails for a shard of one row (torch 2.11)."""
+    return scaled.has_fast_product(problem, hardware) and (problem.shard_rows > 1 or problem.scales != "row")
+
+
 operator.peer("torch", f"{_PEERS}:TorchFused", where=_on_nvidia)
 operator.peer("torch_pipeline", f"{_PEERS}:TorchPipeline", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
 operator.peer("nccl_ll", f"{_PEERS}:NcclLL", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
 operator.peer("nccl_ll128", f"{_PEERS}:NcclLL128", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
-operator.peer("torch_scaled", f"{_PEERS}:TorchScaled", where=scaled.has_fast_product)
-operator.peer("torch_fast", f"{_PEERS}:TorchScaledFast", where=scaled.has_fast_product)
+operator.peer("torch_scaled", f"{_PEERS}:TorchScaled", where=_torch_multiplies)
+operator.peer("torch_fast", f"{_PEERS}:TorchScaledFast", where=_torch_multiplies)
 operator.peer("nccl_fast", f"{_PEERS}:NcclFast", where=scaled.has_fast_product)
 operator.peer("nccl_deep_gemm", f"{_PEERS}:NcclDeepGemm", where=scaled.has_deep_gemm)
 operator.peer("product", f"{_PEERS}:product", modes=(), part="the product alone", row="cublas")

@@ -6,7 +6,7 @@
 - `NCCL, norm fused`: one kernel of ours adds, norms and quantises behind NCCL's sum.
 - `autotax`: layers with `norm=`, which take what look-ups answer, and with bf16 the fastest of their three ways.
 - `one operator`: what our pass puts into compiled graphs of vLLM, at both boundaries. It takes the fastest of three ways, and its
-  norm does not quantise. Queries and attention are those of `autotax`.
+  norm quantises as the next product needs it. Queries and attention are those of `autotax`.
 - `no exchange`: the products, our attention and the norm of each rank's own addends. Its results are wrong; no other edition on
   these products can be faster.
 
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,7 @@ from autotax.operators.scaled import library_product, quantised, scales_of
 from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.spaces import space_for
 from autotax.torch import scaled
+from autotax.torch.normed import RmsNorm
 from autotax.tuner.finalists import speedup
 
 NCCL, FUSED, OURS, OPERATOR, BOUND = EDITIONS = ("NCCL", "NCCL, norm fused", "autotax", "one operator", "no exchange")
@@ -248,11 +249,17 @@ class OneOperator(OurQueries):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.group = dist.group.WORLD
-        norm_pass.use(added_and_normed)
+        self.quant = "row" if self.fp8 else "none"
+        norm_pass.use({"engine": norm_pass.Norm(self.quant, self.alone, (), (), ())})
         if self.fp8:
             for layer in self.layers:
                 for weight in (layer[1], layer[3]):
                     scaled.run_by(weight.values, scaled.Layer(partial(self.summed, weight), weight.times))
+
+    def alone(self, total: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, ...]:
+        if not self.fp8:
+            return added_and_normed(total, residual, norm.weight, norm.eps)
+        return self.fused.of_sums(residual + total, norm.weight)
 
     def summed(self, weight: Weight, h: Tensor) -> Tensor:
         """The engine's product and sum."""
@@ -263,8 +270,8 @@ class OneOperator(OurQueries):
     def boundary(self, layer: int, which: int, a: Tensor, x: Tensor) -> tuple[Any, Tensor]:
         weight, quantize = self.layers[layer][which], "row" if self.fp8 else ""
         of_b = weight.values.t(), None, weight.scales, quantize
-        operator, group = torch.ops.autotax.fused_matmul_all_reduce_norm, self.group.group_name
-        return cast(tuple[Tensor, Tensor], operator(a, *of_b, x, self.norm, EPS, group))
+        of_y = self.norm, EPS, self.quant, None, self.group.group_name
+        return self.normed(tuple(torch.ops.autotax.fused_matmul_all_reduce_norm(a, *of_b, x, *of_y)))
 
     def chosen(self) -> dict[str, str]:
         return {f"product {k} x {n}": way for (_, (k, n), *_), way in norm_pass.chosen.items()}

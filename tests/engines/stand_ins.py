@@ -318,6 +318,41 @@ def define_norm() -> None:
         _fused.append(library)
 
 
+def rms_norm_dynamic_per_token_quant(
+    result: Tensor, input: Tensor, weight: Tensor, scale: Tensor, epsilon: float, scale_ub: Tensor | None,
+    residual: Tensor | None,
+) -> None:  # fmt: skip
+    assert scale_ub is None and residual is not None
+    y, total = fused_add_rms_norm(input, residual, weight, epsilon)
+    residual.copy_(total)
+    scale.copy_(scaled.scales_of(y, "row"))
+    result.copy_(scaled.quantised(y, scale, "row"))
+
+
+def fused_add_rms_norm_static_fp8_quant(
+    result: Tensor, input: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, epsilon: float
+) -> None:
+    y, total = fused_add_rms_norm(input, residual, weight, epsilon)
+    residual.copy_(total)
+    result.copy_(scaled.quantised(y, scale, "static"))
+
+
+def define_quantising_norms() -> None:
+    """Operators of vLLM's extension, which its passes put into graphs."""
+    if hasattr(torch.ops._C, rms_norm_dynamic_per_token_quant.__name__):
+        return
+    library = torch.library.Library("_C", "FRAGMENT")
+    for function, written in (
+        (rms_norm_dynamic_per_token_quant, {"result", "scale", "residual"}),
+        (fused_add_rms_norm_static_fp8_quant, {"result", "residual"}),
+    ):
+        name = function.__name__
+        library.define(name + torch.library.infer_schema(function, mutates_args=written))
+        library.impl(name, function, "CompositeExplicitAutograd")
+        library.impl(name, lambda *_: None, "Meta")
+    _fused.append(library)
+
+
 class CallableInductorPass:
     def __init__(self, callable: Any, uuid: Any = None) -> None:
         self.callable, self._uuid = callable, uuid
@@ -364,6 +399,7 @@ def vllm() -> Iterator[None]:
     merges = (dcp_a2a_lse_reduce, cp_lse_ag_out_rs, cp_lse_ag_out_ar)
     define_fused_norm()
     define_norm()
+    define_quantising_norms()
     with modules(
         vllm__model_executor__layers__linear={
             "RowParallelLinear": RowParallelLinear, "UnquantizedLinearMethod": UnquantizedLinearMethod,

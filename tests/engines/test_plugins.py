@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db import lookup
 from autotax.engines import sglang, vllm
 from autotax.engines.thresholds import merge_ranges, norm_ranges, token_ranges
+from autotax.engines.vllm_norms import BY_ROW, SCHEMAS, norms_of_vllm
 from autotax.operators import scaled
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, GemmReduceScatter
 from autotax.runner.ranks import Ranks
@@ -187,23 +189,47 @@ def test_a_layer_of_e4m3_and_its_norm_are_one_kernel_where_that_was_the_fastest(
     assert ranks.run(checks.vllm_sums_left, db, [3.0, 2.0, 1.0, 3.0, 2.0], True) == [(right, 2)] * 2
 
 
+def normed_products(path: Path, quantize: str, quant: str) -> str:
+    """Winners for 16 tokens: one kernel of all, a product with its sum, and a sum with its norm."""
+    n, k = (checks.N8, checks.K8 // WORLD) if quantize else (N, K // WORLD)
+    front: Any = {"scales": scaled.SCALES_OF[quantize], "quantize": quantize} if quantize else {}
+    behind = AllReduceNorm(16, n, "bf16", WORLD, quant=quant, k=k, **front)
+    product = GemmReduceScatter(16, n, k, "e4m3" if quantize else "bf16", "replicated", WORLD, **front)
+    alone = AllReduceNorm(16, n, "bf16", WORLD, quant=quant)
+    variants = ("scaled_words", "scaled_fused") if quantize else ("push", "fused")
+    kept: dict[Problem, Config] = {product: usual(product, variants[0]), behind: usual(behind, variants[1])}
+    return database(path, kept | {alone: usual(alone, "one_shot")})
+
+
 @pytest.mark.parametrize("codes", [False, True], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("us", [[2.0, 3.0, 1.0], [1.0, 2.0, 3.0], [2.0, 1.0, 3.0]], ids=["in one", "summed first", "left"])
 def test_a_compiled_layer_and_the_norm_behind_it_are_one_operator(
     ranks: Ranks, tmp_path: Path, us: list[float], codes: bool  # noqa: F811
 ) -> None:
-    n, k = (checks.N8, checks.K8 // WORLD) if codes else (N, K // WORLD)
-    front: Any = {"scales": "row", "quantize": "row"} if codes else {}
-    behind = AllReduceNorm(16, n, "bf16", WORLD, k=k, **front)
-    product = GemmReduceScatter(16, n, k, "e4m3" if codes else "bf16", "replicated", WORLD, **front)
-    alone = AllReduceNorm(16, n, "bf16", WORLD)
-    variants = ("scaled_words", "scaled_fused") if codes else ("push", "fused")
-    kept: dict[Problem, Config] = {product: usual(product, variants[0]), behind: usual(behind, variants[1])}
-    db = database(tmp_path / "a.db", kept | {alone: usual(alone, "one_shot")})
+    db = normed_products(tmp_path / "a.db", "row" if codes else "", "none")
     # A sum that is used again, and a norm whose weight is wider, stay two nodes. The kernel of all is called once to see that
     # there is one, then at each call of its tokens if it is the fastest. For 50 tokens there is none: nothing is measured.
     calls = [2, 3, 3, 4] if us[2] == 1.0 else [1, 1, 1, 1]
-    assert ranks.run(checks.vllm_compiled_norms, db, us, codes, timeout=240) == [(1, calls, 3)] * 2
+    assert ranks.run(checks.vllm_compiled_norms, db, us, "row" if codes else "", timeout=240) == [(1, calls, 3)] * 2
+
+
+@pytest.mark.parametrize(("quantize", "quant"), [("row", "row"), ("static", "tensor")])
+@pytest.mark.parametrize("us", [[2.0, 3.0, 1.0], [1.0, 2.0, 3.0], [2.0, 1.0, 3.0]], ids=["in one", "summed first", "left"])
+def test_a_norm_that_vllm_has_fused_with_a_quantiser_is_a_part_of_the_operator(
+    ranks: Ranks, tmp_path: Path, us: list[float], quantize: str, quant: str  # noqa: F811
+) -> None:
+    db = normed_products(tmp_path / "a.db", quantize, quant)
+    calls = [2, 3, 3, 4] if us[2] == 1.0 else [1, 1, 1, 1]
+    found = ranks.run(checks.vllm_compiled_norms, db, us, quantize, checks.QuantisingBlock, timeout=240)
+    assert found == [(1, calls, 3)] * 2
+
+
+def test_a_norm_of_vllm_with_other_arguments_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stand_ins.vllm():
+        norm = torch.ops.vllm_ir.fused_add_rms_norm.default
+        assert [kind.quant for kind in norms_of_vllm(norm).values()] == ["none", "row", "tensor"]
+        monkeypatch.setitem(SCHEMAS, BY_ROW, "result input weight scale epsilon residual")
+        assert [kind.quant for kind in norms_of_vllm(norm).values()] == ["none", "tensor"]
 
 
 def test_compiled_layers_of_ranks_with_other_norms_stay_two_operators(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
