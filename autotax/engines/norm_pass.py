@@ -152,7 +152,7 @@ _own = _declare()
 # The pass.
 
 
-SIZES = (torch.ops.aten.sym_size.int,)
+SIZE = torch.ops.aten.sym_size.int
 LIKE = (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
 
 
@@ -181,8 +181,8 @@ def fuse(graph: fx.Graph) -> int:
             graph.erase_node(user)
         graph.erase_node(node)
         for other in list(product.users):
-            if other.target in SIZES:
-                other.replace_input_with(product, a)  # it has as many tokens
+            if other.target is SIZE:  # the inputs have as many tokens, and the weight of the norm as many columns
+                other.args = (weight if other.args[1] else a, 0)
             else:
                 graph.erase_node(other)
         graph.erase_node(product)
@@ -207,10 +207,8 @@ def _pairs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, Behind, tuple[An
 
 
 def _takes_shape(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a user of a sum takes only its number of tokens, or makes what only the norm at `node` writes."""
-    if user.target in LIKE:
-        return list(user.users) == [node]
-    return user.target in SIZES and bool(user.args[1] == 0)
+    """Whether a user of a sum takes only a size, or makes what only the norm at `node` writes."""
+    return user.target is SIZE or (user.target in LIKE and list(user.users) == [node])
 
 
 def _fits(a: Tensor, b: Tensor, residual: Tensor, weight: Tensor, *how: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import sys
 from collections.abc import Iterator
@@ -486,11 +487,12 @@ def vllm_compiled_norms(
 
 
 def with_sizes(graph: torch.fx.Graph) -> None:
-    """Makes scales of the size of another node, as graphs have them where vLLM's passes have put in a quantiser."""
+    """Makes scales by the sizes of another node, as Inductor's graphs have them."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.new_empty.default):
         with graph.inserting_before(node):
-            rows = graph.call_function(torch.ops.aten.sym_size.int, (node.args[0], 0))
-            made = graph.call_function(torch.ops.aten.empty.memory_format, ([rows, 1],), {"dtype": node.kwargs["dtype"]})
+            rows, columns = (graph.call_function(torch.ops.aten.sym_size.int, (node.args[0], place)) for place in (0, 1))
+            one = graph.call_function(operator.floordiv, (columns, columns))
+            made = graph.call_function(torch.ops.aten.empty.memory_format, ([rows, one],), {"dtype": node.kwargs["dtype"]})
         node.replace_all_uses_with(made)
         graph.erase_node(node)
 
