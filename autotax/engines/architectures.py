@@ -113,20 +113,16 @@ class Architecture:
                 yield GemmReduceScatter(m, layer.k, layer.n, dtype, "scattered", ranks, "kn"), f"{layer.name}, backward"
 
     def _of_norm(self, layer: Linear, m: int, dtype: str) -> Iterator[Problem]:
-        """Sum, residual and norm behind a layer, also with e4m3 results for layers whose inputs have one scale. For few rows also
-        with the product in front.
+        """Sum, residual and norm behind a layer, for few rows also with the product in front. Where inputs of the next layer have
+        one scale, or one for each row, also with e4m3 results: engines fuse the norm with that quantiser.
         """
         if self.norm is None or not layer.row:
             return
-        calls: list[tuple[Any, ...]] = [("none", self.norm)]
-        if self.quantize == "static":
-            calls.append(("tensor", self.norm))
-        if m <= MOST_MULTIPLIED:
-            front = (SCALES_OF[self.quantize], self.quantize) if self.quantize else ()
-            calls.append(("none", self.norm, layer.k, *front))
-        for call in calls:
-            with suppress(UsageError):  # more rows or columns than the operator supports
-                yield AllReduceNorm(m, layer.n, dtype, self.ranks, "added", *call)
+        front: tuple[Any, ...] = (layer.k, SCALES_OF[self.quantize], self.quantize) if self.quantize else (layer.k,)
+        for quant in ("none", *{"static": ("tensor",), "row": ("row",)}.get(self.quantize, ())):
+            for behind in ((), front) if m <= MOST_MULTIPLIED else ((),):
+                with suppress(UsageError):  # more rows or columns than the operator supports
+                    yield AllReduceNorm(m, layer.n, dtype, self.ranks, "added", quant, self.norm, *behind)
 
     def _in_fp8(self, problem: Problem) -> Problem:
         """The same product with weights in e4m3 where the model has them. Sizes that e4m3 does not support keep their type."""

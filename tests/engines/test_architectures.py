@@ -327,6 +327,7 @@ def test_a_latent_cache_is_merged_but_not_attended_to() -> None:
 
 RMS = {"rms_norm_eps": 1e-5}
 STATIC = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
+DYNAMIC = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
 
 
 def norms_of(config: Config, tokens: list[int], **more: Any) -> dict[AllReduceNorm, str]:
@@ -343,7 +344,10 @@ def test_residual_and_norm_behind_a_sum_are_a_problem() -> None:
     assert set(found.values()) == {"norm behind attention output, norm behind down of the MLP"}
     assert not norms_of(LLAMA_70B | RMS, [4], train=True)
     fields = {(problem.quant, problem.k, problem.quantize) for problem in norms_of(LLAMA_70B | RMS | STATIC, [4])}
-    assert fields == {("none", 0, "none"), ("tensor", 0, "none"), ("none", 4096, "static"), ("none", 14336, "static")}
+    behind = {(quant, k, "static") for quant in ("none", "tensor") for k in (4096, 14336)}
+    assert fields == behind | {("none", 0, "none"), ("tensor", 0, "none")}
+    by_row = norms_of(LLAMA_70B | RMS | DYNAMIC, [4])
+    assert {problem.quant for problem in by_row} == {problem.quantize for problem in by_row} == {"none", "row"}
 
 
 def test_other_orders_of_sum_residual_and_norm_are_left_out() -> None:
