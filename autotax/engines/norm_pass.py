@@ -87,10 +87,11 @@ def run(
         weight: [n]. The weight of the norm.
         eps: Added to the mean square.
         quant: none, tensor or row. How y is quantised.
-        y_scale: float32 [1]. The scale of y with quant tensor.
+        y_scale: float32, one element. The scale of y with quant tensor.
         group_name: The process group.
     """
     device_group = _group_of(group_name)
+    y_scale = None if y_scale is None else y_scale.view(1)
     group, norm = Group(device_group, device_group.size()), RmsNorm(weight, eps, 0, quant, y_scale)
 
     def summed() -> Results:
@@ -199,10 +200,11 @@ def _pairs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, Behind, tuple[An
         (node, behind), *_ = found
         if not all(user is node or _takes_shape(user, node) for user in product.users):
             continue
-        norm, (_, residual, weight, *_) = behind
+        norm, (_, residual, weight, _, *scale) = behind
         a, b, _, _, *how = operands
         values = [_value(node) for node in (a, b, residual, weight)]
-        if all(isinstance(value, Tensor) for value in values) and _fits(*values, *how, norm.quant):
+        whole = all(isinstance(value, Tensor) and value.numel() == 1 for value in map(_value, scale))
+        if whole and all(isinstance(value, Tensor) for value in values) and _fits(*values, *how, norm.quant):
             yield product, node, behind, operands
 
 

@@ -423,7 +423,7 @@ class QuantisingBlock(nn.Module):
         super().__init__()
         self.layer, self.quantize = layer_of(quantize, *sizes), quantize
         self.norm = nn.Parameter(normal(self.layer.output_size, seed=0).bfloat16(), False)
-        self.scale = nn.Parameter(torch.full((1,), 1 / 64), False)
+        self.scale = nn.Parameter(torch.tensor(1 / 64), False)
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """y as numbers, and the new residual."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import zipfile
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 
 from autotax.engines import sglang, vllm
 from autotax.engines.plugin import Contract
+from autotax.engines.vllm_norms import SCHEMAS
 from autotax.torch import registration
 from tests.engines import stand_ins
 
@@ -66,6 +68,14 @@ def test_the_wheel_of_vllm_says_how_weights_are_quantised(path: str, name: str, 
         tree = ast.parse(wheel.read(f"vllm/model_executor/{path}"))
     (kept,) = [each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == name]
     assert fields <= {ast.unparse(each.target) for each in kept.body if isinstance(each, ast.AnnAssign)}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_extension_of_vllm_declares_its_norms_that_quantise(name: str) -> None:
+    with wheel_of("vllm") as wheel:
+        (extension,) = [path for path in wheel.namelist() if path.startswith("vllm/_C_stable")]
+        (arguments,) = set(re.findall(rb"%b\(([^)]*)\) -> \(\)" % name.encode(), wheel.read(extension)))
+    assert [each.split()[-1] for each in arguments.decode().split(", ")] == SCHEMAS[name].split()
 
 
 PEERS = (
