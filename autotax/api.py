@@ -110,11 +110,11 @@ def tune_jobs(
         with ranks(hardware, world_size, jobs[0][1].seed) as runner:
             compile_first = partial(_begin, alike[0], hardware, runner, store)
             for (problem, settings), later in zip_longest(alike, alike[1:]):
-                began = time.monotonic()  # the limit of a single problem bounds the whole call, the start of the ranks included
+                # The limit of a single problem bounds the whole call, the start of the ranks included. Several problems share the
+                # ranks, whose start takes no time of the first one.
+                began = time.monotonic() if len(alike) == 1 else None
                 with watch(problem, hardware) as listener:
                     software = runner.start(compile_first)
-                    if len(alike) > 1:  # several problems share the ranks, whose start takes no time of the first one
-                        began = time.monotonic()
                     begin = partial(_begin, later, hardware, runner, store) if later else None
                     verdict = tuner.tune(
                         problem, hardware=hardware, runner=runner, store=store, environment=software,

@@ -250,7 +250,8 @@ class SearchOptions(ShapesOptions):
     timeout: Annotated[
         str | None,
         word(
-            "Time limit for each problem, of a single one with the start of the ranks: 90, 90s, 10m, 2h. Default: none.",
+            "Time limit for each problem: 90, 90s, 10m, 2h. That of a single one includes the start of the ranks; of several it "
+            "counts from the end of a problem's first trial. Default: none.",
             metavar="TIME",
         ),
     ] = None

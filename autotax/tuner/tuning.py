@@ -52,7 +52,8 @@ def tune(
     began: float | None = None,
 ) -> Verdict:
     """Searches, proves and stores the fastest config of `problem` on `hardware`. `overlap` is called once, during the
-    measurement of the finalists. The time limit counts from the monotonic time `began`, by default from now.
+    measurement of the finalists. The time limit counts from the monotonic time `began`, by default from the end of the first
+    trial, in which ranks that have just started get warm. That trial may take as long as the limit.
 
     Ctrl-C ends the run early. All finished trials are stored, and the next run goes on from there. Raises UsageError for settings
     that do not fit the problem or the machine, before anything is stored; MachineError when the database or the machine fails for
@@ -62,7 +63,7 @@ def tune(
     accounts = Accounts()
     ledger = Ledger(store, problem, hardware, environment, settings, listener or Silence())
     limit = TimeLimit(settings.timeout_s, accounts.started if began is None else began)
-    run = _Run(problem, hardware, runner, ledger, settings, space, accounts, overlap, limit, settings.soak or 0)
+    run = _Run(problem, hardware, runner, ledger, settings, space, accounts, overlap, limit, began is None, settings.soak or 0)
     decision, interrupted = None, False
     try:
         decision = run.execute()
@@ -117,6 +118,8 @@ class _Run:
     accounts: Accounts
     overlap: Overlap | None
     limit: TimeLimit
+    warms: bool
+    """Whether the time limit counts from the end of the first trial."""
     soak: int
     cut: bool = False
     """Whether the time limit ended the search."""
@@ -177,7 +180,9 @@ class _Run:
                 self.flight.begin([config])
                 measurement = self._try(config, best, lambda: self._look_ahead(coming))
                 self._keep(measurement)
-                self.first_s = self.accounts.seconds if self.first_s is None else self.first_s
+                if self.first_s is None:
+                    self.first_s = self.accounts.seconds
+                    self.limit = TimeLimit(self.settings.timeout_s, time.monotonic()) if self.warms else self.limit
                 self.accounts.trials += measurement.verified
                 self.search.tell(measurement)
                 self.study.queue(measurement)
