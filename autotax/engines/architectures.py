@@ -113,8 +113,8 @@ class Architecture:
                 yield GemmReduceScatter(m, layer.k, layer.n, dtype, "scattered", ranks, "kn"), f"{layer.name}, backward"
 
     def _of_norm(self, layer: Linear, m: int, dtype: str) -> Iterator[Problem]:
-        """Sum, residual and norm behind a layer, for few rows also with the product in front. Where inputs of the next layer have
-        one scale, or one for each row, also with e4m3 results: engines fuse the norm with that quantiser.
+        """Sum, residual and norm behind a layer, for few rows also with the product in front. Results are also e4m3 where layers
+        quantise by row or by a static scale: engines fuse the norm with that quantiser.
         """
         if self.norm is None or not layer.row:
             return

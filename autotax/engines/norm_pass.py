@@ -170,11 +170,11 @@ def fuse(graph: fx.Graph) -> int:
     for product, node, (norm, (_, residual, weight, eps, *scale)), operands in pairs:
         a, b, of_a, of_b, quantize, group = operands
         fused = torch.ops.autotax.fused_matmul_all_reduce_norm.default
-        given = a, b, of_a, of_b, quantize, residual, weight, eps, norm.quant, *(scale or [None]), group
+        arguments = a, b, of_a, of_b, quantize, residual, weight, eps, norm.quant, *(scale or [None]), group
         with graph.inserting_before(node):
-            made = graph.call_function(fused, given)
+            made = graph.call_function(fused, arguments)
             results = [graph.call_function(operator.getitem, (made, place)) for place in range(len(norm.places))]
-        made.meta["val"] = fused(*fx.map_arg(given, _value))
+        made.meta["val"] = fused(*fx.map_arg(arguments, _value))
         for result, value in zip(results, made.meta["val"], strict=True):
             result.meta["val"] = value
         for user in list(node.users):
@@ -194,10 +194,10 @@ def _pairs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, Behind, tuple[An
     """Sums that only a norm uses, with the node of that norm, the norm, and the operands of the product."""
     for product in graph.nodes:
         operands = _operands(product)
-        found = [(user, behind) for user in product.users if operands and (behind := _behind(user, product))]
-        if operands is None or not found:
+        users = [(user, behind) for user in product.users if operands and (behind := _behind(user, product))]
+        if operands is None or not users:
             continue
-        (node, behind), *_ = found
+        (node, behind), *_ = users
         if not all(user is node or _takes_shape(user, node) for user in product.users):
             continue
         norm, (_, residual, weight, _, *scale) = behind
@@ -231,10 +231,10 @@ def _behind(node: fx.Node, product: fx.Node) -> Behind | None:
     if norm is None:
         return None
     names = [argument.name for argument in cast(Any, target)._schema.arguments]
-    given = dict(node.kwargs) if functional else dict(zip(names, node.args, strict=False)) | node.kwargs
-    operands = [given.get(name) for name in norm.operands]
+    arguments = dict(node.kwargs) if functional else dict(zip(names, node.args, strict=False)) | node.kwargs
+    operands = [arguments.get(name) for name in norm.operands]
     used = all(user.target is operator.getitem and user.args[1] in norm.places for user in node.users)
-    unused = all(given.get(name) is None for name in norm.unused)
+    unused = all(arguments.get(name) is None for name in norm.unused)
     if operands[0] is not product or product in operands[1:] or not used or not unused:
         return None
     return Behind(norm, operands)

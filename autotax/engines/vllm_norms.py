@@ -33,15 +33,15 @@ def norms_of_vllm(norm: Any) -> dict[Any, Norm]:
         return y, kept
 
     operands = "x", "x_residual", "weight", "epsilon"
-    found = {norm: Norm("none", alone, operands, ("variance_size",), (0, 1))}
+    norms = {norm: Norm("none", alone, operands, ("variance_size",), (0, 1))}
     # Of an operator's results the first is its own, which these have not.
     by_row = Norm("row", _by_row, ("input", "residual", "weight", "epsilon"), ("scale_ub",), (1, 3, 2))
     by_tensor = Norm("tensor", _by_tensor, ("input", "residual", "weight", "epsilon", "scale"), (), (1, 2))
     for name, kind in ((BY_ROW, by_row), (BY_TENSOR, by_tensor)):
         packet = getattr(torch.ops._C, name, None)
         if packet is not None and [argument.name for argument in packet.default._schema.arguments] == SCHEMAS[name].split():
-            found[packet.default] = kind
-    return found
+            norms[packet.default] = kind
+    return norms
 
 
 def _by_row(total: Tensor, residual: Tensor, norm: RmsNorm) -> Results:
