@@ -175,7 +175,9 @@ def summary(verdicts: Sequence[Verdict]) -> Group:
             microseconds(winner.measurement.latency_us if winner else None),
             times(winner.speedup if winner and not noise[verdict.problem] else None),
         )
-    mean = bounds.geometric_mean(v.winner.speedup for v in verdicts if v.winner and not noise[v.problem])
+    # Of CPU ranks one problem's overhead can outweigh all others, so they have no mean.
+    clear = [v for v in verdicts if v.hardware.on_gpu and not noise[v.problem]]
+    mean = bounds.geometric_mean(v.winner.speedup for v in clear if v.winner)
     return Group(table, Text(f"geometric mean: {faster(mean)}" if mean else ""))
 
 
