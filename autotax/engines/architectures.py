@@ -22,7 +22,7 @@ from autotax.core.errors import UsageError, did_you_mean
 from autotax.core.files import as_utf8, read_once
 from autotax.core.problem import Problem
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
-from autotax.operators.scaled import SCALES_OF
+from autotax.operators.scaled import SCALES_OF, quants_of_norms
 from autotax.spaces.all_reduce_norm import MOST_MULTIPLIED
 
 LARGEST_FILE = 2**24
@@ -119,7 +119,7 @@ class Architecture:
         if self.norm is None or not layer.row:
             return
         front: tuple[Any, ...] = (layer.k, SCALES_OF[self.quantize], self.quantize) if self.quantize else (layer.k,)
-        for quant in ("none", *{"static": ("tensor",), "row": ("row",)}.get(self.quantize, ())):
+        for quant in quants_of_norms(self.quantize):
             for behind in ((), front) if m <= MOST_MULTIPLIED else ((),):
                 with suppress(UsageError):  # more rows or columns than the operator supports
                     yield AllReduceNorm(m, layer.n, dtype, self.ranks, "added", quant, self.norm, *behind)

@@ -326,11 +326,11 @@ def _row_of(layer: Any) -> Row | None:
 def _noting_norm(layer: Any, row: Row | None, dtype: Any, group: Any) -> Row | None:
     """Returns the row. If the layer sums by itself, the ranks agree on winners with norms, for graphs that are compiled later."""
     from autotax.engines import rows
+    from autotax.operators.scaled import quants_of_norms
 
     if row and layer.reduce_results and not vllm_is_invariant():
         sizes = layer.output_size, layer.input_size_per_partition
-        # The next layer quantises as this one does, in most models.
-        for quant in ("none", *{"row": ("row",), "static": ("tensor",)}.get(row.quantize, ())):
+        for quant in quants_of_norms(row.quantize):  # the next layer quantises as this one does, in most models
             rows.ranges_of_norms(*sizes, dtype, row.quantize, group.device_group, group.device, quant=quant)
     return row
 

@@ -275,6 +275,11 @@ def quantised(values: Tensor, scales: Tensor, quantize: str) -> Tensor:
     return parts.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
+def quants_of_norms(quantize: str) -> tuple[str, ...]:
+    """How engines' norms quantise in models whose layers quantise so: not at all, and by row or a static scale with the norm."""
+    return ("none", SCALES_OF[quantize]) if quantize in ("row", "static") else ("none",)
+
+
 def has_library_product(problem: Any, hardware: Hardware) -> bool:
     """Whether the library multiplies e4m3 by the problem's scales: blocks on Hopper only, in strips of 512."""
     # On gfx942 the library multiplies another format (e4m3fnuz).

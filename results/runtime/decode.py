@@ -4,7 +4,7 @@
 
 - `NCCL`: torch's products, NCCL's sum, and torch's add and RMSNorm; with FP8 weights a kernel quantises in front of each product.
 - `NCCL, norm fused`: one kernel of ours adds, norms and quantises behind NCCL's sum.
-- `autotax`: layers with `norm=`, which take what look-ups answer, and with bf16 the fastest of their three ways.
+- `autotax`: layers with `norm=`. They take the winners that look-ups answer; in bf16 they take the fastest of three ways.
 - `one operator`: what our pass puts into compiled graphs of vLLM, at both boundaries. It takes the fastest of three ways, and its
   norm quantises as the next product needs it. Queries and attention are those of `autotax`.
 - `no exchange`: the products, our attention and the norm of each rank's own addends. Its results are wrong; no other edition on
@@ -229,7 +229,7 @@ class Ours(OurQueries):
         return {name: self.way(self.rows[0, which]) for which, name in ((1, "output projection"), (3, "down"))}
 
     def way(self, layer: Any) -> str:
-        """What `normed` of a layer runs. Layers with a weight in e4m3 know one way."""
+        """The way that a layer's `normed` runs. Layers with a weight in e4m3 know one way."""
         if getattr(layer, "_whole", None):
             return "one kernel"
         apart = getattr(layer, "_apart", {}).get(self.batch, False)

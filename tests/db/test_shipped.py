@@ -146,7 +146,7 @@ def test_their_samples_are_in_the_results() -> None:
 
 
 def identity(winner: records.WinnerRecord) -> tuple[object, ...]:
-    """What a record has in common with the shipped winner, whose figures have seven digits."""
+    """The fields that a record and its shipped winner share. Shipped figures have seven digits."""
     return winner.problem, winner.created_at, f"{winner.latency_us:.7g}"
 
 
