@@ -15,7 +15,7 @@ import math
 import random
 import statistics
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, zip_longest
 
@@ -74,8 +74,8 @@ class Search:
         self._sampler_name = settings.sampler or usual_sampler(space.problem, space.hardware)
         self._sampler = optuna.create_study(sampler=sampler_for(self._sampler_name, settings.seed), direction="minimize")
         first, *others = space.seeds()  # bulk-synchronous, the baseline of all comparisons, and the rest
-        in_turn = zip_longest(precedents, others)
-        self._start = [first, *(config for pair in in_turn for config in pair if config)]
+        in_turn = [config for pair in zip_longest(precedents, others) for config in pair if config]
+        self._start = list(dict.fromkeys([*one_of_each([first, *precedents, *others]), *in_turn]))
         self._queue = deque(self._start)
         self._alternatives = deque(config for config in others if config.variant in registry.of(space.problem).peers)
         for measurement in measured:
@@ -262,6 +262,14 @@ def opened(settings: Settings, problem: Problem, hardware: Hardware, space: Spac
         space = space.only(("bsp", *settings.variants) if "bsp" in space.variants else settings.variants)
     settings = settings.on(hardware)
     return replace(settings, sampler=settings.sampler or usual_sampler(problem, hardware)), space
+
+
+def one_of_each(configs: Iterable[Config]) -> list[Config]:
+    """The first config of each variant. Short searches end before the defaults of variants that have never won come in turn."""
+    firsts: dict[str, Config] = {}
+    for config in configs:
+        firsts.setdefault(config.variant, config)
+    return list(firsts.values())
 
 
 def without_ladder(space: Space, won: Collection[Config]) -> Space:

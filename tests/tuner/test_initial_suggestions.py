@@ -95,6 +95,19 @@ def test_a_search_asks_for_what_others_wrote_before_it_can_end_by_itself(
     assert 2 + len(others) < FEWEST
 
 
+@pytest.mark.parametrize("sampler", ["gp", "tpe", "random"])
+def test_a_variant_that_won_nowhere_is_tried_before_other_winners_of_one_that_did(sampler: str) -> None:
+    few = GemmReduceScatter(16, 7168, 8192, "e4m3", "replicated", 2, scales="block")
+    space = space_for(few, H200)
+    won = [config for config in space.seeds() if config.variant == "scaled_two_kernel"]
+    search = Search(space, Settings(sampler=sampler), won)
+    alternatives = set(registry.of(few).peers) & set(space.variants)
+    ours = set(space.variants) - alternatives
+    turns = 2 if sampler == "gp" else 1  # every other turn is the model's
+    asked = [search.ask() for _ in range(len(alternatives) + turns * len(ours))]
+    assert len(won) > len(ours) and {config.variant for config in asked if config} >= ours
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
