@@ -64,12 +64,15 @@ def added(total, part, of_a, of_b, SCALES: gl.constexpr, X_IS_B: gl.constexpr):
 def multiply_tile(
     GROUP: gl.constexpr, buffers, cols, turn, of_a, stride, of_b,
     SCALES: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
-    DEPTH: gl.constexpr, STRIPS: gl.constexpr,
+    DEPTH: gl.constexpr, STRIPS: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
     """The float32 sums of a group's 64 rows of X with each part of Y; `cols` are words. See `roles.multiply_tiles`.
 
     With scales `block`, `of_a` are the addresses of the first scales of the rows of A, `stride` the distance of the next ones,
     and `of_b` the address of the first scale of B, which serves the whole tile. Tensor cores add up STRIPS strips.
+
+    EARLY: the scales of some strips are loaded before the strips are needed, since with few rows a load takes longer than the
+    product of a strip. When the first strip has arrived, all scales have.
     """
     x, y, full, empty = buffers
     layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, 32])
@@ -79,6 +82,14 @@ def multiply_tile(
     two = gl.zeros([X_ROWS, Y2 if Y2 else Y1], gl.float32, layout2)
     three = gl.zeros([X_ROWS, Y3 if Y3 else Y1], gl.float32, layout3)
     STEP: gl.constexpr = max(DEPTH, STRIPS)
+    LOADED: gl.constexpr = 2 if X_IS_B and Y1 > 32 else 4  # a thread holds a quarter of the scales of Y, or two of X
+    last = cols // BLOCK_K - 1
+    scales, scales_b = (), ()
+    if EARLY and SCALES == "block":
+        mbarrier.wait(full.index(turn % STAGES), turn // STAGES & 1)
+        for early in gl.static_range(LOADED):
+            scales += (gl.load(of_a + gl.minimum(early, last) * stride, cache_modifier=".cg"),)
+            scales_b += (gl.load(of_b + gl.minimum(early, last)),)
     for at in range(0, cols, STEP * BLOCK_K):
         first, second, third = one, two, three
         if Y1 + Y2 + Y3 > MOST_TOGETHER:  # part by part
@@ -107,8 +118,12 @@ def multiply_tile(
                 first = product_of(mine, y[0].index(place), first, layout1, Y1, strip % STRIPS > 0)
                 if SCALES == "block":  # loaded while the product is computed
                     number = at // BLOCK_K + strip
-                    scale = gl.load(of_a + number * stride, cache_modifier=".cg")
-                    scale_b = gl.load(of_b + number)
+                    if EARLY:
+                        number = gl.minimum(number + LOADED, last)
+                    scales += (gl.load(of_a + number * stride, cache_modifier=".cg"),)
+                    scales_b += (gl.load(of_b + number),)
+                    scale, scale_b = scales[0], scales_b[0]
+                    scales, scales_b = scales[1:], scales_b[1:]
                 else:
                     scale, scale_b = 1.0, 1.0
                 if Y2:

@@ -103,10 +103,10 @@ def multiply_scaled(
     GROUP: gl.constexpr, of_all, n, out, stagings, buffers, share,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr, SCALES: gl.constexpr, X_IS_B: gl.constexpr,
     GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr, STRIPS: gl.constexpr,
-    TARGET: gl.constexpr,
+    TARGET: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
     """`roles.multiply_tiles` for codes. `of_all` are the scales of A as `exchange_scales` has them, this rank, the rows of a
-    shard and how many of these exist, and the scales of B.
+    shard and how many of these exist, and the scales of B. EARLY: see `multiply_tile`.
     """
     scales, rank, shard_rows, shard, scales_b = of_all
     own, dense, _, _, room = scales
@@ -133,7 +133,7 @@ def multiply_scaled(
         of_b = scales_b + col // CODES * groups
         one, two, three, turn = multiply_tile(
             GROUP, buffers, cols, turn, of_a, shard, of_b,
-            SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, STRIPS,
+            SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, STRIPS, EARLY,
         )  # fmt: skip
         one = with_scales(one, of_a, inside, scales_b, col, n, SCALES, X_IS_B)
         store_boxes(out[0], one, staging, row, col, rows, X_IS_B, TARGET)
@@ -319,7 +319,7 @@ def scaled_push_words_kernel(
         gl.warp_specialize(
             [
                 (exchange, (exchanged, scales, bases, control, rank, epoch, rows, WORLD, COLS, K_GROUPS, SCALES, TARGET)),
-                (multiply_scaled, (0, of_all, n, out, stagings, buffers, share, 1, False, GROUP_M, True, SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, 1, TARGET)),
+                (multiply_scaled, (0, of_all, n, out, stagings, buffers, share, 1, False, GROUP_M, True, SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, 1, TARGET, True)),
                 (load_b, (b, buffers, share, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH)),
                 (load_a, (landed, counts, goal, control, rank, buffers, share, K_GROUPS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, TARGET)),
             ],
@@ -331,8 +331,8 @@ def scaled_push_words_kernel(
         gl.warp_specialize(
             [
                 (exchange, (exchanged, scales, bases, control, rank, epoch, rows, WORLD, COLS, K_GROUPS, SCALES, TARGET)),
-                (multiply_scaled, (0, of_all, n, out, stagings, buffers, share, 1, False, GROUP_M, True, SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, 1, TARGET)),
-                (multiply_scaled, (1, of_all, n, out, stagings, buffers, share, 1, False, GROUP_M, True, SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, 1, TARGET)),
+                (multiply_scaled, (0, of_all, n, out, stagings, buffers, share, 1, False, GROUP_M, True, SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, 1, TARGET, True)),
+                (multiply_scaled, (1, of_all, n, out, stagings, buffers, share, 1, False, GROUP_M, True, SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, 1, TARGET, True)),
                 (load_b, (b, buffers, share, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH)),
                 (load_a, (landed, counts, goal, control, rank, buffers, share, K_GROUPS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, TARGET)),
             ],
