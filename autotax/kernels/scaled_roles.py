@@ -84,7 +84,7 @@ def multiply_tile(
     STEP: gl.constexpr = max(DEPTH, STRIPS)
     LOADED: gl.constexpr = 2 if X_IS_B and Y1 > 32 else 4  # a thread holds a quarter of the scales of Y, or two of X
     last = cols // BLOCK_K - 1
-    scales, scales_b = (), ()
+    scales, scales_b = (), ()  # type: tuple, tuple
     if EARLY and SCALES == "block":
         mbarrier.wait(full.index(turn % STAGES), turn // STAGES & 1)
         for early in gl.static_range(LOADED):
