@@ -3,7 +3,8 @@
     PYTHONPATH=. python results/tables.py FOLDER [--gpus 4] [--seconds 540] [--short] [--only all-gather-gemm,decode-merge]
 
 A call goes on where the last one ended: problems in FOLDER/comparisons.jsonl are done, and trials of others count. Each problem
-is tuned for `--each` seconds, its winner soaked, then compared in place with every alternative, all in one pool of ranks.
+is tuned for `--each` seconds, its winner soaked, then compared in place with every alternative, all in one pool of ranks. One
+whose finals do not end in time is left for later calls.
 FOLDER/tuned.db has the winners and FOLDER/tables.md the tables. Operators take turns, and an operator's problems come in steps
 through its list, so that an early end leaves a cross-section.
 With `--served` nothing is tuned: what look-ups answer, shipped winners too, is compared.
@@ -130,7 +131,10 @@ def main() -> None:
         print("\n".join(table(rows[-1:])[2:3]), flush=True)
 
     def tuned(verdict: Verdict, runner: LiveRunner) -> None:
-        compare(verdict.problem, runner)
+        if verdict.late:  # a look-up would answer BSP, and later calls would take the problem for done
+            print(f"{verdict.problem.key} is undecided: {verdict.notices[-1]}", flush=True)
+        else:
+            compare(verdict.problem, runner)
 
     def served() -> Iterator[None]:
         with api.ranks(hardware, coming[0].world_size) as runner:
