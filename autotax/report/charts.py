@@ -198,7 +198,7 @@ def speedups(ratios: Sequence[Ratio]) -> str:
         {
             "place": place, "ratio": row.speedup, "low": row.low, "high": row.high, "variant": row.variant,
             "shown": times(row.speedup),
-            "told": f"{row.name}, {row.variant}: {microseconds(row.us)} us, {faster(row.speedup)} "
+            "description": f"{row.name}, {row.variant}: {microseconds(row.us)} us, {faster(row.speedup)} "
             f"{interval((row.low, row.high))}, which takes {microseconds(row.bsp_us)} us",
         }
         for place, row in enumerate(ratios)
@@ -210,7 +210,7 @@ def speedups(ratios: Sequence[Ratio]) -> str:
     colour = alt.Color("variant:N", title="variant").scale(**formatting.scale(row["variant"] for row in rows)).legend(_legend())
     base = alt.Chart(_data(rows)).encode(y=_places([row.name for row in ratios]), color=colour)
     bars = base.transform_calculate(ratio="datum.low").mark_rule(aria=False, strokeWidth=3, opacity=0.45).encode(x=x, x2="high:Q")
-    dots = base.mark_point(filled=True, size=60, opacity=1).encode(x=x, description="told:N")
+    dots = base.mark_point(filled=True, size=60, opacity=1).encode(x=x, description="description:N")
     said = base.transform_calculate(ratio="datum.high").mark_text(aria=False, align="left", dx=7)
     said = said.encode(x=x, text="shown:N", color=alt.value("currentColor"))
     bsp = alt.Chart(_data([{"ratio": 1.0}])).mark_rule(aria=False, color="currentColor", strokeWidth=2, opacity=0.6).encode(x=x)
@@ -241,7 +241,7 @@ def _taxed(calls: Sequence[Taxed]) -> str:
         ends = [0.0, min(call.work, call.tuned, call.bsp), min(call.tuned, call.bsp), call.bsp]
         for part, first, last in zip(("work", "still paid", "won back"), ends, ends[1:], strict=False):
             label = f"{call.name}, {part}: {microseconds(last - first)} us of {microseconds(call.bsp)}"
-            rows.append({"place": place, "part": part, "first": first, "last": last, "told": label})
+            rows.append({"place": place, "part": part, "first": first, "last": last, "description": label})
         totals.append({"place": place, "end": call.bsp, "shown": f"{microseconds(call.tuned)} of {microseconds(call.bsp)}"})
     shades = [formatting.WORK, formatting.STILL_PAID, formatting.WON_BACK]
     colours = {"domain": ["work", "still paid", "won back"], "range": shades}
@@ -249,7 +249,7 @@ def _taxed(calls: Sequence[Taxed]) -> str:
     x = alt.X("first:Q", title="microseconds of a BSP call").scale(domain=[0, longest * 1.2], nice=False)
     x = x.axis(orient="top", tickCount=8)
     bars = alt.Chart(_data(rows)).mark_bar(height=13).encode(
-        x=x, x2="last:Q", y=y, description="told:N",
+        x=x, x2="last:Q", y=y, description="description:N",
         color=alt.Color("part:N", title=None).scale(**colours).legend(_legend()),
     )  # fmt: skip
     said = alt.Chart(_data(totals)).mark_text(aria=False, align="left", dx=5).encode(x="end:Q", y=y, text="shown:N")
@@ -275,12 +275,15 @@ def search(trials: Sequence[TrialRecord]) -> str:
     parts: list[Any] = []
     if failed:
         rows = [
-            {"trial": at, "variant": trial.config.variant, "status": trial.status, "told": f"{at}. {trial.status}: {configs[at]}"}
+            {
+                "trial": at, "variant": trial.config.variant, "status": trial.status,
+                "description": f"{at}. {trial.status}: {configs[at]}",
+            }
             for at, trial in failed
         ]
         y = alt.Y("status:N", title=None).axis(domain=False)
         crosses = alt.Chart(_data(rows)).mark_point(shape=CROSS, size=40, strokeWidth=1.5, opacity=1)
-        encoded = crosses.encode(x=_numbers(len(trials), labels=not timed), y=y, color=colour, description="told:N")
+        encoded = crosses.encode(x=_numbers(len(trials), labels=not timed), y=y, color=colour, description="description:N")
         parts.append(encoded.properties(width=WIDTH, height=FAILED_ROW * len({row["status"] for row in rows})))
     if timed:
         parts.append(_timed({at: (trial, trial.latency_us or 0.0) for at, trial in timed.items()}, configs, colour))
@@ -301,7 +304,7 @@ def _timed(timed: Mapping[int, tuple[TrialRecord, float]], configs: Mapping[int,
         label = f"{at}. {trial.status} {microseconds(us)} us: {config}"
         excess, so_far = min(us / best - 1.0, top), min(so_far, us)
         clamped = us / best - 1.0 > top
-        rows.append({"trial": at, "excess": excess, "variant": trial.config.variant, "told": label + BEYOND * clamped})
+        rows.append({"trial": at, "excess": excess, "variant": trial.config.variant, "description": label + BEYOND * clamped})
         rows[-1] |= {"pruned": trial.status == "pruned", "shape": CLAMPED if clamped else SHAPES[trial.status == "pruned"]}
         if us == so_far:
             steps.append({"trial": at, "excess": min(us / best - 1.0, top)})
@@ -313,7 +316,7 @@ def _timed(timed: Mapping[int, tuple[TrialRecord, float]], configs: Mapping[int,
     x = _numbers(len(configs))
     last = alt.Chart(_data([{"excess": 0.0, "to": LAST}])).mark_rect(aria=False, opacity=0.08, color="currentColor")
     line = alt.Chart(_data(steps)).mark_line(aria=False, interpolate="step-after", color="currentColor", opacity=0.6)
-    dots = alt.Chart(_data(rows)).encode(x=x, y=y, color=colour, description="told:N")
+    dots = alt.Chart(_data(rows)).encode(x=x, y=y, color=colour, description="description:N")
     dots = dots.encode(shape=alt.Shape("shape:N").scale(None))
     others = dots.transform_filter("!datum.pruned").mark_point(filled=True, size=32, opacity=1)
     pruned = dots.transform_filter("datum.pruned").mark_point(filled=False, size=32, opacity=1)
@@ -324,7 +327,7 @@ def _timed(timed: Mapping[int, tuple[TrialRecord, float]], configs: Mapping[int,
 def ladders(shapes: Sequence[str], steps: Sequence[Row], background: str | None = None) -> str:
     """A row for each shape, on it a dot for each step at its time relative to BSP.
 
-    Steps have `place`, `relative`, `variant` and `told`.
+    Steps have `place`, `relative`, `variant` and `description`.
     """
     reach = max(1.0, *(step["relative"] for step in steps))
     variants = list(dict.fromkeys(step["variant"] for step in steps))
@@ -333,7 +336,7 @@ def ladders(shapes: Sequence[str], steps: Sequence[Row], background: str | None 
     base = alt.Chart(_data(steps)).encode(y=_places(shapes))
     spans = base.mark_rule(aria=False, color="currentColor", opacity=0.3).encode(x="min(relative):Q", x2="max(relative):Q")
     dots = base.mark_point(filled=True, size=70, opacity=1).encode(
-        x=x, color=alt.Color("variant:N", title="variant").scale(**colours).legend(_legend()), description="told:N"
+        x=x, color=alt.Color("variant:N", title="variant").scale(**colours).legend(_legend()), description="description:N"
     )
     chart = alt.layer(spans, dots).properties(width=WIDTH, height=ROW * len(shapes))
     return drawn(chart, "What each step of the ladder takes", "Time relative to BSP, a dot for each step.", background)

@@ -114,7 +114,7 @@ def plot(ladders: Sequence[Ladder], background: str | None = None) -> str:
     steps = [
         {
             "place": place, "relative": step.us / ladder.steps[0].us, "variant": step.variant,
-            "told": f"{ladder.shape}, {step.variant}: {microseconds(step.us)} us",
+            "description": f"{ladder.shape}, {step.variant}: {microseconds(step.us)} us",
         }
         for place, ladder in enumerate(ladders) for step in ladder.steps
     ]  # fmt: skip

@@ -99,7 +99,7 @@ def page(
     summary += f"{number(len(compared), 'comparison')}; {made:%Y-%m-%d %H:%M %Z}"
     names = {trial.config.variant for trial in trials} | {winner.config.variant for winner in shown}
     rendered = _template().render(
-        told=summary,
+        summary=summary,
         headline=" ".join([_headline(tuned), *([f"Compared: {beside[0]['means']}."] if len(beside) == 1 else [])]),
         variants=[{"name": name, "colour": colour_of(name)} for name in sorted(names)],
         sections=[_section(f"tuned-{at}", entries) for at, entries in enumerate(groups, 1)],
@@ -179,7 +179,7 @@ def _section(anchor: str, tuned: Sequence[TunedProblem]) -> dict[str, Any]:
     return {
         "anchor": anchor,
         "name": tuned[0].heading,
-        "told": f"{number(len(tuned), 'problem')}, {means}" if pairs else "no winner yet",
+        "summary": f"{number(len(tuned), 'problem')}, {means}" if pairs else "no winner yet",
         "speedups": Markup(charts.speedups(pairs)) if pairs else "",
         "table": table(["problem", "winner", ">us", ">BSP us", ">vs BSP [95 %]", ">tuned", ""], map(_winner_line, tuned)),
         "searches": [_search(entry) for entry in tuned if entry.searched],
@@ -206,10 +206,11 @@ def _winner_line(tuned: TunedProblem) -> list[str | Cell]:
 def _search(tuned: TunedProblem) -> dict[str, Any]:
     trials = tuned.searched
     lines = [_variant_line(variant, trials) for variant in sorted({trial.config.variant for trial in trials})]
+    statuses = counts(Counter(trial.status for trial in trials))
     failed = Counter((t.status, summary(t.error or "")[:REASON]) for t in trials if not t.verified)
     reasons = [[str(count), *outcome] for outcome, count in failed.most_common()]
     return {
-        "told": f"{tuned.problem.brief()}: {number(len(trials), 'trial')}, {counts(Counter(trial.status for trial in trials))}",
+        "summary": f"{tuned.problem.brief()}: {number(len(trials), 'trial')}, {statuses}",
         "drawing": Markup(charts.search(trials)),
         "caption": CAPTION,
         "variants": table(["variant", ">trials", ">verified", ">best of the search, us", "with"], lines),
