@@ -6,7 +6,8 @@ A winner of the operator is carried if its kernel sources were those of the old 
 checkouts: every launch (kernel, cubin, grid, scalars, shapes of tensors), copy, product and change of stream, in the same order.
 It gets the digest of this checkout's sources and the new parameters. Other winners stay stale, and are named.
 
-Compiles with the Triton of this Python, which should be that of the winners. Needs no GPU.
+Compiles with the Triton of this Python, and refuses winners of another: an edit may change the code of one Triton alone. Needs no
+GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -106,6 +108,8 @@ def main(old: str, source: str, target: str, op: str, *parameters: str) -> None:
         return winner["kernel_digest"] == before != now
 
     mine: list[Winner] = [winner for winner in document["winners"] if winner["problem"]["op"] == op and edited(winner)]
+    if others := {winner["environment"]["triton"] for winner in mine} - {here_triton := version("triton")}:
+        raise SystemExit(f"winners were proven with Triton {', '.join(others)}, here is {here_triton}: run this with theirs")
     before = told_by(old, mine)
     configs = [winner["config"] for winner in mine]
     configs = [config | {"params": config["params"] | added[config["variant"]]} for config in configs]
