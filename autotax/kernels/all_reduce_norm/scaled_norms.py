@@ -15,14 +15,22 @@ from torch import Tensor
 from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.all_gather_gemm.scaled_shards import CODES, Quantiser, spread_quantised
-from autotax.kernels.all_reduce_norm.norm import Bsp, NormKernel, given_factor
+from autotax.kernels.all_reduce_norm.norm import Bsp, NormKernel
 from autotax.kernels.all_reduce_norm.packets import packed_numbers, slot_of
 from autotax.kernels.all_reduce_norm.push import Push
-from autotax.kernels.all_reduce_norm.shots import LEAST_ROWS, OneShot, TwoShot, bring, clean_rows, norm_rows
-from autotax.kernels.context import Context, gdc_wait
-from autotax.kernels.flash_decode.exchange import distances
+from autotax.kernels.all_reduce_norm.shots import (
+    LEAST_ROWS,
+    OneShot,
+    TwoShot,
+    bring,
+    clean_rows,
+    close_call,
+    norm_rows,
+    open_call,
+)
+from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, part_of_tile
-from autotax.kernels.primitives import LIMIT, settle, store_whole
+from autotax.kernels.primitives import settle, store_whole
 from autotax.kernels.scaled_product import BLOCK_K, LIBRARY, ScaledProduct, Tile, scaled_sum, with_scales
 from autotax.operators.all_reduce_norm import EPS, AllReduceNorm
 
@@ -113,15 +121,7 @@ def scaled_fused_kernel(
     WITHIN is how every program quantises all rows of `wide` for itself, or "none". Then `a` and
     `scales_a` have a part for each program; `codes` are the bytes of `a`. COLS_A is a power of two, not below k.
     """
-    if EARLY:
-        gdc_wait()
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    epoch = tl.load(state + program)
-    before = tl.load(state + programs + program)
-    limit = tl.load(control + LIMIT)
-    factor = given_factor(scales, QUANT)
-    away = distances(bases, rank, WORLD)
+    program, programs, epoch, before, limit, factor, away = open_call(state, control, scales, bases, rank, WORLD, QUANT, EARLY)
     if program == m:
         bring(weight, HIDDEN, COLS, TARGET)
     if ADDED:
@@ -163,9 +163,7 @@ def scaled_fused_kernel(
         None, residual, weight, new_residual, y, scales, inbox, epoch, factor, control, limit, program, programs, rank, m, eps, room,
         WORLD, WIDE, TYPE, WIDTH, HIDDEN, SPLIT, PART, HELD, COLS, OFFSET, QUANT, ADDED, TARGET,
     )  # fmt: skip
-    tl.debug_barrier()  # all threads have read the state
-    tl.store(state + program, epoch + 1)
-    tl.store(state + programs + program, m)
+    close_call(state, program, programs, epoch, m)
 
 
 class ScaledFused(ScaledOperands, OneShot):

@@ -34,6 +34,32 @@ ALIGNED = 16
 
 
 @triton.jit
+def open_call(state, control, scales, bases, rank, WORLD: tl.constexpr, QUANT: tl.constexpr, EARLY: tl.constexpr):
+    """Returns the number of the program and of programs, that of the call, the rows of the previous call, the limit of polls, the
+    factor of codes with quant `tensor`, and the distances to the memory of all ranks, this one last.
+
+    With EARLY it first waits for the kernel before this one. `state` is int32 [2, programs]: the number of the call, and the rows
+    of the previous call.
+    """
+    if EARLY:
+        gdc_wait()
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch = tl.load(state + program)
+    before = tl.load(state + programs + program)
+    limit = tl.load(control + LIMIT)
+    return program, programs, epoch, before, limit, given_factor(scales, QUANT), distances(bases, rank, WORLD)
+
+
+@triton.jit
+def close_call(state, program, programs, epoch, m):
+    """Writes the state for the next call, after a call of m rows."""
+    tl.debug_barrier()  # all threads have read the state
+    tl.store(state + program, epoch + 1)
+    tl.store(state + programs + program, m)
+
+
+@triton.jit
 def own_numbers(x, at, inside, WIDE: tl.constexpr, TYPE: tl.constexpr):
     """This rank's numbers at some words, or zeros where `x` is None."""
     if x is None:
@@ -135,15 +161,7 @@ def one_shot_kernel(
     HELD is PART rounded up to a power of two. `inbox` are words [slots, source, room]; `state` is int32 [2, programs]: the number
     of the call, and the rows of the previous call.
     """
-    if EARLY:
-        gdc_wait()
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    epoch = tl.load(state + program)
-    before = tl.load(state + programs + program)
-    limit = tl.load(control + LIMIT)
-    static_factor = given_factor(scales, QUANT)
-    away = distances(bases, rank, WORLD)
+    program, programs, epoch, before, limit, static_factor, away = open_call(state, control, scales, bases, rank, WORLD, QUANT, EARLY)
     slot = slot_of(epoch, WIDE) * WORLD
     lanes = tl.arange(0, SENT)
     for unit in tl.range(program, m * SPLIT, programs, num_stages=1):
@@ -160,9 +178,7 @@ def one_shot_kernel(
         x, residual, weight, new_residual, y, scales, inbox, epoch, static_factor, control, limit, program, programs, rank, m, eps, room,
         WORLD, WIDE, TYPE, WIDTH, HIDDEN, SPLIT, PART, HELD, COLS, OFFSET, QUANT, ADDED, TARGET,
     )  # fmt: skip
-    tl.debug_barrier()  # all threads have read the state
-    tl.store(state + program, epoch + 1)
-    tl.store(state + programs + program, m)
+    close_call(state, program, programs, epoch, m)
 
 
 class OneShot(NormKernel):
@@ -274,15 +290,7 @@ def fused_kernel(
     OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """`a` [m, k] and `b` [HIDDEN, k] are pointers, or TMA descriptors of blocks. BLOCK_M is at least m. See `one_shot_kernel`."""
-    if EARLY:
-        gdc_wait()
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    epoch = tl.load(state + program)
-    before = tl.load(state + programs + program)
-    limit = tl.load(control + LIMIT)
-    static_factor = given_factor(scales, QUANT)
-    away = distances(bases, rank, WORLD)
+    program, programs, epoch, before, limit, static_factor, away = open_call(state, control, scales, bases, rank, WORLD, QUANT, EARLY)
     if program == m:
         bring(weight, HIDDEN, COLS, TARGET)
     if ADDED:
@@ -310,9 +318,7 @@ def fused_kernel(
         None, residual, weight, new_residual, y, scales, inbox, epoch, static_factor, control, limit, program, programs, rank, m, eps, room,
         WORLD, WIDE, TYPE, WIDTH, HIDDEN, SPLIT, PART, HELD, COLS, OFFSET, QUANT, ADDED, TARGET,
     )  # fmt: skip
-    tl.debug_barrier()  # all threads have read the state
-    tl.store(state + program, epoch + 1)
-    tl.store(state + programs + program, m)
+    close_call(state, program, programs, epoch, m)
 
 
 class Fused(OneShot):
@@ -369,15 +375,7 @@ def two_shot_kernel(
     OWN rounded up to a power of two. `partials` are words [slots, source, room], `sums` [slots, sum_room]; `state` as in
     `one_shot`.
     """
-    if EARLY:
-        gdc_wait()
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    epoch = tl.load(state + program)
-    before = tl.load(state + programs + program)
-    limit = tl.load(control + LIMIT)
-    static_factor = given_factor(scales, QUANT)
-    away = distances(bases, rank, WORLD)
+    program, programs, epoch, before, limit, static_factor, away = open_call(state, control, scales, bases, rank, WORLD, QUANT, EARLY)
     slot = slot_of(epoch, WIDE)
     PER: tl.constexpr = HIDDEN // WIDTH
     lanes = tl.arange(0, TAKEN)
@@ -424,9 +422,7 @@ def two_shot_kernel(
         total = numbers(words, WIDE, TYPE)
         rows = row + tl.arange(0, 1)
         finish(tl.reshape(total, [1, COLS]), static_factor, factors, rows, HIDDEN, m, eps, y, new_residual, scales, OFFSET, QUANT, TARGET)
-    tl.debug_barrier()  # all threads have read the state
-    tl.store(state + program, epoch + 1)
-    tl.store(state + programs + program, m)
+    close_call(state, program, programs, epoch, m)
 
 
 class TwoShot(NormKernel):
