@@ -233,20 +233,10 @@ def words_kernel(
                 acc, words, epoch, row, top, col, n, rows, bases, rank, place, tile,
                 WORLD, HOW, TWO, PAYLOAD, BLOCK_M, BLOCK_N, TARGET,
             )  # fmt: skip
-    # The interpreter runs programs one after another, so there only the last program does the work that waits.
-    if (TARGET != "interpreter") | (program == programs - 1):
-        first = 0 if TARGET == "interpreter" else program
-        step = 1 if TARGET == "interpreter" else programs
-        add_words(
-            out, bias, residual, added, words, sums, bases, control, limit, epoch, slot, rank, first, step, m, n, rows, room, size, width,
-            WORLD, HOW, TWO, PAYLOAD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, ALIGNED_N, TARGET,
-        )  # fmt: skip
-        if HOW == "two":
-            receive_words(
-                out, bias, residual, added, sums, control, limit, epoch, slot, first, step, m, n, room,
-                WORLD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, ALIGNED_N, TARGET,
-            )  # fmt: skip
-    leave(control, epoch, programs, TARGET)
+    add_and_leave(
+        out, bias, residual, added, words, sums, bases, control, limit, epoch, slot, rank, program, programs, m, n, rows, room, size, width,
+        WORLD, HOW, TWO, PAYLOAD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, ALIGNED_N, TARGET,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -312,6 +302,29 @@ def receive_words(
         addresses = box + line.to(tl.int64)[:, None] * width + at[None, :]
         low, high = await_sum(addresses, 0, inside, sums, epoch, word // per % WORLD, control, limit, 1, TWO, PAYLOAD, TARGET)
         store_pair(out, bias, residual, added, low, high, row, m, m, word, n, ROWS, WORDS, TWO, ALIGNED_N, TARGET)
+
+
+@triton.jit
+def add_and_leave(
+    out, bias, residual, added, words, sums, bases, control, limit, epoch, slot, rank, program, programs, m, n, rows, room, size, width,
+    WORLD: tl.constexpr, HOW: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, SUMS_TWO: tl.constexpr, SUM: tl.constexpr,
+    BLOCK_N: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Ends a call, after a program has sent its tiles: adds up its pieces, and with `two` shots receives those of other ranks."""
+    # The interpreter runs programs one after another, so there only the last program does the work that waits.
+    if (TARGET != "interpreter") | (program == programs - 1):
+        first = 0 if TARGET == "interpreter" else program
+        step = 1 if TARGET == "interpreter" else programs
+        add_words(
+            out, bias, residual, added, words, sums, bases, control, limit, epoch, slot, rank, first, step, m, n, rows, room, size, width,
+            WORLD, HOW, TWO, PAYLOAD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, ALIGNED_N, TARGET,
+        )  # fmt: skip
+        if HOW == "two":
+            receive_words(
+                out, bias, residual, added, sums, control, limit, epoch, slot, first, step, m, n, room,
+                WORLD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, ALIGNED_N, TARGET,
+            )  # fmt: skip
+    leave(control, epoch, programs, TARGET)
 
 
 class Words(Adding):
@@ -417,20 +430,10 @@ def scaled_words_kernel(
                 acc, words, epoch, row, top, col, n, rows, bases, rank, place, tile,
                 WORLD, HOW, TWO, PAYLOAD, BLOCK_M, BLOCK_N, TARGET,
             )  # fmt: skip
-    # The interpreter runs programs one after another, so there only the last program does the work that waits.
-    if (TARGET != "interpreter") | (program == programs - 1):
-        first = 0 if TARGET == "interpreter" else program
-        step = 1 if TARGET == "interpreter" else programs
-        add_words(
-            out, bias, residual, added, words, sums, bases, control, limit, epoch, slot, rank, first, step, m, n, rows, room, size, width,
-            WORLD, HOW, TWO, PAYLOAD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, ALIGNED_N, TARGET,
-        )  # fmt: skip
-        if HOW == "two":
-            receive_words(
-                out, bias, residual, added, sums, control, limit, epoch, slot, first, step, m, n, room,
-                WORLD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, ALIGNED_N, TARGET,
-            )  # fmt: skip
-    leave(control, epoch, programs, TARGET)
+    add_and_leave(
+        out, bias, residual, added, words, sums, bases, control, limit, epoch, slot, rank, program, programs, m, n, rows, room, size, width,
+        WORLD, HOW, TWO, PAYLOAD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, ALIGNED_N, TARGET,
+    )  # fmt: skip
 
 
 class ScaledWords(Words):
