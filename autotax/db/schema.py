@@ -55,7 +55,7 @@ FORMER = {
     "8f3b9b8f6d6e09da": ("f5a132cbadb05cbb", "a7c0e6e63f5c4df2"),  # gemm-reduce-scatter/decomposed
     "00467e33e64b2bf0": ("d0d051949b79d731", "63e24e5fbba46f2a"),  # gemm-reduce-scatter/push
     "c76d4d2b5023994d": ("5da769fcff0e6761", "d141c62b4569bac9"),  # gemm-reduce-scatter/pull_reduce
-    "3506c51f12e9d7d7": ("61b084ebc06e8254", "0166d5b96ea142c5"),  # gemm-reduce-scatter/words
+    "3aec379ed28ab567": ("61b084ebc06e8254", "0166d5b96ea142c5", "3506c51f12e9d7d7"),  # gemm-reduce-scatter/words
     "678375d8cc229406": ("8f742c7113e5bbe1",),  # head-gather/bsp
     "6baa68e1adcfc643": ("7e0a30f37f938799", "2cd25a7f7a120c21"),  # head-gather/push
     "694bebb33e02af99": ("26f57f11c0c18a78", "230dbed894586807"),  # head-gather/words

@@ -35,8 +35,8 @@ ALIGNED = 16
 
 @triton.jit
 def open_call(state, control, scales, bases, rank, WORLD: tl.constexpr, QUANT: tl.constexpr, EARLY: tl.constexpr):
-    """Returns the number of the program and of programs, that of the call, the rows of the previous call, the limit of polls, the
-    factor of codes with quant `tensor`, and the distances to the memory of all ranks, this one last.
+    """Returns what a program reads first: its number and that of programs, the number of the call, the rows of the previous call,
+    and the limit of polls. The factor of codes with quant `tensor` follows, and the distances to the memory of the ranks.
 
     With EARLY it first waits for the kernel before this one. `state` is int32 [2, programs]: the number of the call, and the rows
     of the previous call.
