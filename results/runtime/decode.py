@@ -278,7 +278,7 @@ class OneOperator(OurQueries):
 
 
 class NoExchange(FusedNorm):
-    """What a step takes beside its exchanges."""
+    """A step without its exchanges: a bound."""
 
     def gather(self, own: Tensor) -> Tensor:
         if not hasattr(self, "queries"):
