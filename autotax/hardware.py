@@ -48,6 +48,8 @@ next to kernels that wait.
 """
 LOCAL_DATA_SHARE = {"gfx950": 160 * 1024}
 """Bytes of shared memory of a compute unit if it is not 64 KiB. torch does not report it."""
+REGISTERS = 65536
+"""Registers of a processor of NVIDIA, which its resident programs share."""
 
 
 def content_digest(values: dict[str, Any]) -> str:

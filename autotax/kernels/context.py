@@ -17,8 +17,9 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 
+from autotax.core.config import Config
 from autotax.core.problem import Problem
-from autotax.hardware import Hardware
+from autotax.hardware import REGISTERS, Hardware
 from autotax.heap.base import Heap
 from autotax.heap.world import World
 from autotax.kernels.primitives import CONTROL_WORDS
@@ -168,3 +169,10 @@ def all_resident(context: Context) -> dict[str, Any]:
 def threads_of(context: Context, warps: int) -> int:
     """Threads of a program with `warps` warps; a warp is a wave of 64 threads on AMD."""
     return warps * (64 if context.target == "hip" else 32)
+
+
+def together(context: Context, config: Config) -> dict[str, Any]:
+    """Options of a launch whose programs all run at the same time, several on a processor if the config says so."""
+    programs, warps = int(config["per_processor"]), int(config["num_warps"])
+    few = {"maxnreg": REGISTERS // (programs * threads_of(context, warps))} if context.target == "cuda" and programs > 1 else {}
+    return all_resident(context) | few

@@ -26,8 +26,6 @@ EPS = 1e-6
 """The default epsilon, which is added to the mean square."""
 MOST = 8192
 """Most rows."""
-REGISTERS = 65536
-"""Registers of a processor, which its resident programs share."""
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,7 @@ def _uncut(_: GemmReduceScatter, config: Config) -> bool:
 operator.variant("bsp", f"{_KERNELS}.bsp:bsp", f"{_SPACES}:bsp", role="baseline")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed")
 operator.variant("two_kernel", f"{_KERNELS}.two_kernel:TwoKernel", f"{_SPACES}:two_kernel")
+operator.variant("two_kernel_words", f"{_KERNELS}.two_kernel_words:TwoKernelWords", f"{_SPACES}:two_kernel_words")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push", invariant=_uncut)
 operator.variant("pull_reduce", f"{_KERNELS}.push:PullReduce", f"{_SPACES}:pull_reduce", invariant=_uncut)
 operator.variant(
@@ -173,6 +174,9 @@ operator.variant(
 operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}:words")
 operator.variant("scaled_decomposed", f"{_KERNELS}.decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
 operator.variant("scaled_two_kernel", f"{_KERNELS}.two_kernel:ScaledTwoKernel", f"{_SPACES}:scaled_two_kernel")
+operator.variant(
+    "scaled_two_kernel_words", f"{_KERNELS}.two_kernel_words:ScaledTwoKernelWords", f"{_SPACES}:scaled_two_kernel_words"
+)
 operator.variant("scaled_specialized", f"{_KERNELS}.push_specialized:ScaledSpecialized", f"{_SPACES}:scaled_specialized")
 operator.variant("scaled_words", f"{_KERNELS}.words:ScaledWords", f"{_SPACES}:scaled_words")
 

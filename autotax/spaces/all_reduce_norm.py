@@ -7,8 +7,8 @@ import itertools
 from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
-from autotax.hardware import Hardware, lanes
-from autotax.operators.all_reduce_norm import REGISTERS, AllReduceNorm
+from autotax.hardware import REGISTERS, Hardware, lanes
+from autotax.operators.all_reduce_norm import AllReduceNorm
 from autotax.spaces import scaled
 
 MOST_WORDS = 1 << 21

@@ -10,7 +10,7 @@ from functools import partial
 from autotax.core.config import Config, Value
 from autotax.core.problem import ITEM_SIZES, ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
-from autotax.hardware import LINK_GBPS, Hardware
+from autotax.hardware import LINK_GBPS, Hardware, lanes
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.scaled import as_words
@@ -258,6 +258,52 @@ def _two_kernel(hardware: Hardware) -> VariantSpace:
     warps = parameters["num_warps"]
     configs = [Config.of("two_kernel", waves=1, parts=parts, num_warps=count) for parts in (1, 2) for count in warps[::-1]]
     return VariantSpace("two_kernel", parameters, seeds=tuple(configs))
+
+
+def two_kernel_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """None for e4m3, which has `scaled_two_kernel_words`, and for many rows."""
+    return None if problem.dtype == "e4m3" else _two_kernel_words(problem, hardware)
+
+
+def scaled_two_kernel_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """Products of e4m3 with the sums of `two_kernel_words`."""
+    plain = _two_kernel_words(problem, hardware)
+    if problem.dtype != "e4m3" or plain is None:
+        return None
+    products = scaled.choices(problem, problem.m, hardware)[:4]
+    seeds = [Config.of("scaled_two_kernel_words", seed.values | product) for product in products for seed in plain.seeds[:2]]
+    parameters = plain.parameters | scaled.parameters(problem, problem.m, hardware)
+    return VariantSpace("scaled_two_kernel_words", parameters, (*plain.constraints, scaled.whole()), tuple(dict.fromkeys(seeds)))
+
+
+def _two_kernel_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """How the kernel after the product exchanges its words. A word has eight bytes of data, or four."""
+    item, world = ITEM_SIZES[problem.out_dtype], problem.world_size
+    rows = world * problem.shard_rows
+    if rows > gemm.MOST_ROWS or problem.n * item % 4 != 0:
+        return None
+    replicated = problem.output == "replicated" and world > 1
+    sent = (world - 1) * problem.m * problem.n * item
+    parameters: dict[str, tuple[Value, ...]] = {
+        "words": ("blank", "epoch") if problem.n * item % 8 == 0 else ("epoch",),
+        "shots": ("one", "two") if replicated else ("one",),
+        "block": powers_of_two(128, 1024),
+        "num_warps": (2, 4, 8) if hardware.on_gpu else (2,),
+        "per_processor": (1, 2) if hardware.on_gpu else (1,),
+    }
+    enough = Constraint(
+        ("block", "num_warps"), lambda block, warps: block >= warps * lanes(hardware), "some threads would have no word"
+    )
+    ordered = parameters["shots"] if world == 2 or sent <= ONE_SHOT_BYTES else parameters["shots"][::-1]
+    seeds = []
+    for shots, kind, programs in itertools.product(ordered, parameters["words"], parameters["per_processor"]):
+        parts = 1 if replicated and shots == "one" else world
+        words = ceil_div(problem.m * problem.n * item, parts * (8 if kind == "blank" else 4))
+        block = min(1024, max(128, power_of_two(ceil_div(words, int(programs) * hardware.processors))))
+        warps = max(count for count in parameters["num_warps"] if int(count) == 2 or int(count) * 64 <= block)
+        values: dict[str, Value] = {"words": kind, "shots": shots, "block": block, "num_warps": warps, "per_processor": programs}
+        seeds.append(Config.of("two_kernel_words", values))
+    return VariantSpace("two_kernel_words", parameters, (enough,), tuple(seeds))
 
 
 def pull_reduce(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels.context import Context, all_resident, threads_of
+from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.bsp import all_reduce
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.scaled_product import GROUP, LARGEST, LEAST_BLOCK, LEAST_ROW_SCALE, e4m3
-from autotax.operators.all_reduce_norm import EPS, REGISTERS, AllReduceNorm
+from autotax.operators.all_reduce_norm import EPS, AllReduceNorm
 
 
 @triton.jit
@@ -138,13 +138,6 @@ def finish(
     store_normed(
         short, factor, scale, static_factor, weight, row, 0, hidden, below, hidden, y, new_residual, scales, OFFSET, QUANT, TARGET, KEPT
     )
-
-
-def together(context: Context, config: Config) -> dict[str, Any]:
-    """Options of a launch whose programs all run at the same time, several on a processor if the config says so."""
-    programs, warps = int(config["per_processor"]), int(config["num_warps"])
-    few = {"maxnreg": REGISTERS // (programs * threads_of(context, warps))} if context.target == "cuda" and programs > 1 else {}
-    return all_resident(context) | few
 
 
 class NormKernel(Kernel[AllReduceNorm]):

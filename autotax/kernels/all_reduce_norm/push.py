@@ -24,8 +24,8 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels.all_reduce_norm.norm import NormKernel, finish, given_factor, together
-from autotax.kernels.context import Context, gdc_wait
+from autotax.kernels.all_reduce_norm.norm import NormKernel, finish, given_factor
+from autotax.kernels.context import Context, gdc_wait, together
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.primitives import copy, flag_address, settle, translate, wait, write_back
 from autotax.operators.all_reduce_norm import AllReduceNorm

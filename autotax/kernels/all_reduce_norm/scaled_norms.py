@@ -16,7 +16,6 @@ from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.all_gather_gemm.scaled_shards import CODES, Quantiser, spread_quantised
 from autotax.kernels.all_reduce_norm.norm import Bsp, NormKernel
-from autotax.kernels.all_reduce_norm.packets import packed_numbers, slot_of
 from autotax.kernels.all_reduce_norm.push import Push
 from autotax.kernels.all_reduce_norm.shots import (
     LEAST_ROWS,
@@ -30,6 +29,7 @@ from autotax.kernels.all_reduce_norm.shots import (
 )
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, part_of_tile
+from autotax.kernels.packets import packed_numbers, slot_of
 from autotax.kernels.primitives import settle, store_whole
 from autotax.kernels.scaled_product import BLOCK_K, LIBRARY, ScaledProduct, Tile, scaled_sum, with_scales
 from autotax.operators.all_reduce_norm import EPS, AllReduceNorm

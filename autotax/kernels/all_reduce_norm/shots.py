@@ -18,12 +18,12 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.all_gather_gemm.gemm import TileOptions, load_tile
-from autotax.kernels.all_reduce_norm.norm import NormKernel, factor_of, finish, given_factor, scale_of_row, store_normed, together
-from autotax.kernels.all_reduce_norm.packets import await_row, await_sum, clean, look, numbers, packed, packed_numbers, slot_of
-from autotax.kernels.context import Context, gdc_wait
+from autotax.kernels.all_reduce_norm.norm import NormKernel, factor_of, finish, given_factor, scale_of_row, store_normed
+from autotax.kernels.context import Context, gdc_wait, together
 from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.gemm_reduce_scatter.words import TYPES
+from autotax.kernels.packets import await_row, await_sum, clean, look, numbers, packed, packed_numbers, slot_of
 from autotax.kernels.primitives import LIMIT, dot, store_whole
 from autotax.operators.all_reduce_norm import GROUP, AllReduceNorm
 
