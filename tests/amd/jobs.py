@@ -21,6 +21,7 @@ from autotax.spaces import space_for
 from tests.amd.ranks import Outcome, emulate, hardware
 from tests.spaces.drawing import ways_to_exchange
 
+SUMS = GemmReduceScatter(21, 96, 130, "fp16", "replicated", 2, "kn")
 PROBLEMS: tuple[Problem, ...] = (
     AllGatherGemm(37, 45, 72, "bf16", "m", 2),
     AllGatherGemm(20, 17, 200, "fp16", "k", 2),
@@ -29,8 +30,9 @@ PROBLEMS: tuple[Problem, ...] = (
     FlashDecode(1, 4, 2, 32, 128, "fp16", 2),
     FlashDecode(2, 4, 2, 32, 1, "bf16", 2),  # a rank without tokens
     GemmReduceScatter(37, 45, 72, "bf16", "scattered", 2),
-    GemmReduceScatter(21, 96, 130, "fp16", "replicated", 2, "kn"),
+    SUMS,
     GemmReduceScatter(1, 33, 40, "fp16", "scattered", 2),  # a rank without rows
+    GemmReduceScatter(5, 48, 72, "bf16", "scattered", 2),  # rows of whole words
     DecodeMerge(5, 6, 40, "bf16", 2, "head_scatter"),
     DecodeMerge(3, 4, 32, "fp32", 2, "replicated"),
     DecodeMerge(1, 1, 32, "fp16", 2),
@@ -68,6 +70,9 @@ def jobs(targets: list[str]) -> Iterator[Job]:
         yield target, TWO_DIES, Config.of("push", values | BY_DIES | {"block_m": 32, "block_n": 32})
         values = space_for(PACKETS, hardware(target, 2)).default("push_packets").values
         yield target, PACKETS, Config.of("push_packets", values | IN_PARTS)
+        for words in ("blank", "epoch"):
+            in_two: dict[str, Value] = {"words": words, "shots": "two", "block": 128, "num_warps": 2, "per_processor": 1}
+            yield target, SUMS, Config.of("two_kernel_words", in_two)
         yield target, SHARED_ROWS, Config.of("one_shot", words="epoch", split=2, num_warps=1, per_processor=1)
         late: dict[str, Value] = {"shots": "two", "rows": 1, "ahead": 1, "signals": "late", "num_warps": 1, "per_processor": 1}
         yield target, SHARED_ROWS, Config.of("push", late)
