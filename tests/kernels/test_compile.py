@@ -618,17 +618,20 @@ def test_launches_before_hopper_do_not_overlap() -> None:
     assert not any(known_hardware(target).launches_overlap for target in TARGETS if target.startswith("hip"))
 
 
-AT_ONCE = ("resident", "compact", "words")
+AT_ONCE = ("resident", "compact", "words", "two_kernel_words")
 SMALL = (
     DecodeMerge(1, 16, 128, "bf16", 2, "head_scatter"),
     DecodeMerge(3, 12, 80, "bf16", 3),
     FlashDecode(1, 64, 8, 128, 8192, "bf16", 2),
     FlashDecode(3, 12, 4, 80, 1001, "bf16", 2, "head_scatter"),
     FlashDecode(2, 6, 2, 16, 1001, "fp32", 3),
+    GemmReduceScatter(64, 1024, 256, "bf16", "replicated", 4),
 )
 
 
-@pytest.mark.parametrize(("problem", "every"), [(SMALL[0], False), *volume(*((problem, True) for problem in SMALL))], ids=str)
+@pytest.mark.parametrize(
+    ("problem", "every"), [(SMALL[0], False), (SMALL[-1], False), *volume(*((problem, True) for problem in SMALL))], ids=str
+)
 def test_words_that_are_voted_on_are_the_ones_that_are_used(
     compilers: Compilers, problem: Problem, every: bool
 ) -> None:

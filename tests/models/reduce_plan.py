@@ -29,6 +29,8 @@ def check(problem: GemmReduceScatter, config: Config) -> str | None:
     """Describes the fault of a config in one line, or returns None. None may also mean too many steps to enumerate."""
     if config.variant == "two_kernel":
         return slices_fault(problem, config)
+    if config.variant == "two_kernel_words":
+        return shares_fault(problem, config)
     if config.variant == "words":
         small = problem.world_size * problem.world_size * problem.m * problem.n <= 40 * MOST_STEPS
         return (cut_fault(problem, config) or words_fault(problem, config)) if small else None
@@ -62,6 +64,25 @@ def slices_fault(problem: GemmReduceScatter, config: Config) -> str | None:
     starts = [(part * programs + program) * step for part in range(parts) for program in range(programs)]
     covered = [element for start in starts for element in (start, min(start + step, size)) if start < size]
     return None if covered[::2] == [0, *covered[1:-1:2]] and covered[-1] == size else f"slices are {covered}"
+
+
+def shares_fault(problem: GemmReduceScatter, config: Config) -> str | None:
+    """Checks that `two_kernel_words` has room for its shares, and that a rank stores every element of its output once."""
+    per = (8 if config["words"] == "blank" else 4) // problem.item_size
+    words, world = problem.m * problem.n // per, problem.world_size
+    scattered = problem.output == "scattered"
+    parts = world if scattered or config["shots"] == "two" else 1
+    share = problem.shard_rows * problem.n // per if scattered else ceil_div(words, parts)
+    if not scattered and parts > 1:
+        share = ceil_div(share, 2) * 2
+    if share > ceil_div(ceil_div(words, parts) if not scattered else share, 16) * 16:
+        return f"a share of {share} words is more than its room"
+    if problem.m * problem.n % per:
+        return "a word is cut"
+    size = problem.out_rows * problem.n
+    spans = [(part * share * per, min((part + 1) * share * per, size)) for part in range(1 if scattered else parts)]
+    covered = [element for first, end in spans if first < size for element in (first, end)]
+    return None if covered[::2] == [0, *covered[1:-1:2]] and covered[-1] == size else f"shares are {covered}"
 
 
 def cut_fault(problem: GemmReduceScatter, config: Config) -> str | None:
