@@ -1,7 +1,7 @@
 """Search: chooses the next config to measure for one problem on one machine.
 
-Bulk-synchronous comes first, then one config of ours, then what others wrote, so that no search ends without them. After these
-two sources take turns (docs/search.md): a queue and the sampler. The queue holds seeds and former winners, then neighbours of the
+Bulk-synchronous comes first, then one config of ours. Then what others wrote takes turns with one config of each variant, so
+that no search ends without them. After these two sources take turns (docs/search.md): a queue and the sampler. The queue holds seeds and former winners, then neighbours of the
 best configs. The sampler `gp` is the model of autotax.tuner.model; the other samplers are Optuna's. A suggestion of Optuna that
 breaks a constraint, or that has been measured, costs no trial. It is reported to Optuna as pruned, because the sampler ignores
 failed trials. Then Optuna is asked again; after PATIENCE such suggestions in a row a new random config is taken.
@@ -75,9 +75,10 @@ class Search:
         self._sampler = optuna.create_study(sampler=sampler_for(self._sampler_name, settings.seed), direction="minimize")
         first, *others = space.seeds()  # bulk-synchronous, the baseline of all comparisons, and the rest
         in_turn = [config for pair in zip_longest(precedents, others) for config in pair if config]
-        self._start = list(dict.fromkeys([*one_of_each([first, *precedents, *others]), *in_turn]))
+        start, peers = [*one_of_each([first, *precedents, *others]), *in_turn], registry.of(space.problem).peers
+        self._start = [config for config in dict.fromkeys(start) if config.variant not in peers]
         self._queue = deque(self._start)
-        self._alternatives = deque(config for config in others if config.variant in registry.of(space.problem).peers)
+        self._alternatives = deque(config for config in others if config.variant in peers)
         for measurement in measured:
             self._learn(measurement)
 
@@ -121,15 +122,16 @@ class Search:
         return self._believed().gain(self._free())
 
     def _next(self) -> Config | None:
-        """Alternates between queue and sampler; the queue goes first and starts with bulk-synchronous. The third turn and those
-        after it are the alternatives', as long as there are any.
+        """Alternates between queue and sampler; the queue goes first and starts with bulk-synchronous. From the third turn on the
+        alternatives take the place of the sampler, as long as there are any.
         """
         self._turn += 1
         by_model = self._sampler_name == "gp"
-        while self._turn > 2 and self._alternatives:
+        early = self._turn > 2 and bool(self._alternatives)
+        while early and self._turn % 2 and self._alternatives:
             if self._usable(alternative := self._alternatives.popleft()):
                 return alternative
-        if by_model and (self._turn % 2 == 0 or (self._alone and self.seen)) and (config := self._by_model()):
+        if by_model and not early and (self._turn % 2 == 0 or (self._alone and self.seen)) and (config := self._by_model()):
             return config
         while self._queue:
             if self._usable(config := self._queue.popleft()) and not self._slow(config):
