@@ -16,13 +16,40 @@ the sum could then come before that for the vote. So the words are loaded once m
 import triton
 import triton.language as tl
 
+from autotax.kernels.context import gdc_wait
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.gemm_reduce_scatter.words import anywhere
-from autotax.kernels.primitives import ERROR, load_whole, note_missing, store_whole
+from autotax.kernels.primitives import ERROR, LIMIT, load_whole, note_missing, store_whole
 
 BLANK = tl.constexpr(-1)
 INSTEAD = tl.constexpr(-2)
 """INSTEAD replaces data that equal BLANK. All elements of both are NaNs in every type."""
+
+
+@triton.jit
+def open_call(state, control, EARLY: tl.constexpr):
+    """Returns what a program reads first: its number and that of programs, the number of the call, the rows of the previous call,
+    and the limit of polls.
+
+    With EARLY it first waits for the kernel before this one. `state` is int32 [2, programs]: the number of the call, and the rows
+    of the previous call.
+    """
+    if EARLY:
+        gdc_wait()
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch = tl.load(state + program)
+    before = tl.load(state + programs + program)
+    limit = tl.load(control + LIMIT)
+    return program, programs, epoch, before, limit
+
+
+@triton.jit
+def close_call(state, program, programs, epoch, m):
+    """Writes the state for the next call, after a call of m rows."""
+    tl.debug_barrier()  # all threads have read the state
+    tl.store(state + program, epoch + 1)
+    tl.store(state + programs + program, m)
 
 
 @triton.jit

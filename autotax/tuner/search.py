@@ -1,10 +1,11 @@
 """Search: chooses the next config to measure for one problem on one machine.
 
 Bulk-synchronous comes first, then one config of ours. Then what others wrote takes turns with one config of each variant, so
-that no search ends without them. After these two sources take turns (docs/search.md): a queue and the sampler. The queue holds seeds and former winners, then neighbours of the
-best configs. The sampler `gp` is the model of autotax.tuner.model; the other samplers are Optuna's. A suggestion of Optuna that
-breaks a constraint, or that has been measured, costs no trial. It is reported to Optuna as pruned, because the sampler ignores
-failed trials. Then Optuna is asked again; after PATIENCE such suggestions in a row a new random config is taken.
+that no search ends without them. After these two sources take turns (docs/search.md): a queue and the sampler. The queue holds
+seeds and former winners, then neighbours of the best configs. The sampler `gp` is the model of autotax.tuner.model; the other
+samplers are Optuna's. A suggestion of Optuna that breaks a constraint, or that has been measured, costs no trial. It is
+reported to Optuna as pruned, because the sampler ignores failed trials. Then Optuna is asked again; after PATIENCE such
+suggestions in a row a new random config is taken.
 
 This module uses no database, so replays use the same search.
 """

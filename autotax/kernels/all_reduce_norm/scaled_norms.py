@@ -15,21 +15,13 @@ from torch import Tensor
 from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.all_gather_gemm.scaled_shards import CODES, Quantiser, spread_quantised
-from autotax.kernels.all_reduce_norm.norm import Bsp, NormKernel
+from autotax.kernels.all_reduce_norm.norm import Bsp, NormKernel, given_factor
 from autotax.kernels.all_reduce_norm.push import Push
-from autotax.kernels.all_reduce_norm.shots import (
-    LEAST_ROWS,
-    OneShot,
-    TwoShot,
-    bring,
-    clean_rows,
-    close_call,
-    norm_rows,
-    open_call,
-)
+from autotax.kernels.all_reduce_norm.shots import LEAST_ROWS, OneShot, TwoShot, bring, clean_rows, norm_rows
 from autotax.kernels.context import Context
+from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, part_of_tile
-from autotax.kernels.packets import packed_numbers, slot_of
+from autotax.kernels.packets import close_call, open_call, packed_numbers, slot_of
 from autotax.kernels.primitives import settle, store_whole
 from autotax.kernels.scaled_product import BLOCK_K, LIBRARY, ScaledProduct, Tile, scaled_sum, with_scales
 from autotax.operators.all_reduce_norm import EPS, AllReduceNorm
@@ -121,7 +113,9 @@ def scaled_fused_kernel(
     WITHIN is how every program quantises all rows of `wide` for itself, or "none". Then `a` and
     `scales_a` have a part for each program; `codes` are the bytes of `a`. COLS_A is a power of two, not below k.
     """
-    program, programs, epoch, before, limit, factor, away = open_call(state, control, scales, bases, rank, WORLD, QUANT, EARLY)
+    program, programs, epoch, before, limit = open_call(state, control, EARLY)
+    factor = given_factor(scales, QUANT)
+    away = distances(bases, rank, WORLD)
     if program == m:
         bring(weight, HIDDEN, COLS, TARGET)
     if ADDED:

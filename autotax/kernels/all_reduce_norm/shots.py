@@ -19,44 +19,29 @@ from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.all_gather_gemm.gemm import TileOptions, load_tile
 from autotax.kernels.all_reduce_norm.norm import NormKernel, factor_of, finish, given_factor, scale_of_row, store_normed
-from autotax.kernels.context import Context, gdc_wait, together
+from autotax.kernels.context import Context, together
 from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.gemm_reduce_scatter.words import TYPES
-from autotax.kernels.packets import await_row, await_sum, clean, look, numbers, packed, packed_numbers, slot_of
-from autotax.kernels.primitives import LIMIT, dot, store_whole
+from autotax.kernels.packets import (
+    await_row,
+    await_sum,
+    clean,
+    close_call,
+    look,
+    numbers,
+    open_call,
+    packed,
+    packed_numbers,
+    slot_of,
+)
+from autotax.kernels.primitives import dot, store_whole
 from autotax.operators.all_reduce_norm import GROUP, AllReduceNorm
 
 MOST_SENT = 2048
 """Most words that a program sends at a time."""
 ALIGNED = 16
 """A rank's part is a multiple of this many columns, so that it consists of whole vectors of words."""
-
-
-@triton.jit
-def open_call(state, control, scales, bases, rank, WORLD: tl.constexpr, QUANT: tl.constexpr, EARLY: tl.constexpr):
-    """Returns what a program reads first: its number and that of programs, the number of the call, the rows of the previous call,
-    and the limit of polls. The factor of codes with quant `tensor` follows, and the distances to the memory of the ranks.
-
-    With EARLY it first waits for the kernel before this one. `state` is int32 [2, programs]: the number of the call, and the rows
-    of the previous call.
-    """
-    if EARLY:
-        gdc_wait()
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    epoch = tl.load(state + program)
-    before = tl.load(state + programs + program)
-    limit = tl.load(control + LIMIT)
-    return program, programs, epoch, before, limit, given_factor(scales, QUANT), distances(bases, rank, WORLD)
-
-
-@triton.jit
-def close_call(state, program, programs, epoch, m):
-    """Writes the state for the next call, after a call of m rows."""
-    tl.debug_barrier()  # all threads have read the state
-    tl.store(state + program, epoch + 1)
-    tl.store(state + programs + program, m)
 
 
 @triton.jit
@@ -161,7 +146,9 @@ def one_shot_kernel(
     HELD is PART rounded up to a power of two. `inbox` are words [slots, source, room]; `state` is int32 [2, programs]: the number
     of the call, and the rows of the previous call.
     """
-    program, programs, epoch, before, limit, static_factor, away = open_call(state, control, scales, bases, rank, WORLD, QUANT, EARLY)
+    program, programs, epoch, before, limit = open_call(state, control, EARLY)
+    static_factor = given_factor(scales, QUANT)
+    away = distances(bases, rank, WORLD)
     slot = slot_of(epoch, WIDE) * WORLD
     lanes = tl.arange(0, SENT)
     for unit in tl.range(program, m * SPLIT, programs, num_stages=1):
@@ -290,7 +277,9 @@ def fused_kernel(
     OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """`a` [m, k] and `b` [HIDDEN, k] are pointers, or TMA descriptors of blocks. BLOCK_M is at least m. See `one_shot_kernel`."""
-    program, programs, epoch, before, limit, static_factor, away = open_call(state, control, scales, bases, rank, WORLD, QUANT, EARLY)
+    program, programs, epoch, before, limit = open_call(state, control, EARLY)
+    static_factor = given_factor(scales, QUANT)
+    away = distances(bases, rank, WORLD)
     if program == m:
         bring(weight, HIDDEN, COLS, TARGET)
     if ADDED:
@@ -375,7 +364,9 @@ def two_shot_kernel(
     OWN rounded up to a power of two. `partials` are words [slots, source, room], `sums` [slots, sum_room]; `state` as in
     `one_shot`.
     """
-    program, programs, epoch, before, limit, static_factor, away = open_call(state, control, scales, bases, rank, WORLD, QUANT, EARLY)
+    program, programs, epoch, before, limit = open_call(state, control, EARLY)
+    static_factor = given_factor(scales, QUANT)
+    away = distances(bases, rank, WORLD)
     slot = slot_of(epoch, WIDE)
     PER: tl.constexpr = HIDDEN // WIDTH
     lanes = tl.arange(0, TAKEN)

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels.context import Context, gdc_wait, together
+from autotax.kernels.context import Context, together
 from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.gemm_reduce_scatter.reduction import Adding, addends
 from autotax.kernels.gemm_reduce_scatter.scaled_sums import Scaled
 from autotax.kernels.gemm_reduce_scatter.words import TYPES
-from autotax.kernels.packets import await_row, await_sum, clean, numbers, packed, packed_numbers, slot_of
-from autotax.kernels.primitives import LIMIT, store_whole
+from autotax.kernels.packets import await_row, await_sum, clean, close_call, numbers, open_call, packed, packed_numbers, slot_of
+from autotax.kernels.primitives import store_whole
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
 EVEN = tl.constexpr(2)
@@ -51,7 +51,7 @@ def share_of(m, WIDTH: tl.constexpr, WORLD: tl.constexpr, HOW: tl.constexpr):
 def store_sums(total, out, bias, residual, added, here, stored, real, n, HOW: tl.constexpr, TARGET: tl.constexpr):
     """Stores float32 sums at the elements `here` of the output where `stored`. Where `real`, it is no padding and gets addends.
 
-    Those of a replicated output are added to the rounded sum, which all ranks share.
+    A replicated output gets addends after its sum was rounded, for all ranks share the rounded sum.
     """
     if added is not None:
         if HOW != "rows":
@@ -72,13 +72,7 @@ def exchange_kernel(
     `partials` and `sums` are words [slots, rank, room]; SOURCES is WORLD rounded up to a power of two. `state` is int32
     [2, programs]: the number of the call, and the rows of the previous call.
     """
-    if EARLY:
-        gdc_wait()
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    epoch = tl.load(state + program)
-    before = tl.load(state + programs + program)
-    limit = tl.load(control + LIMIT)
+    program, programs, epoch, before, limit = open_call(state, control, EARLY)
     away = distances(bases, rank, WORLD)
     slot = slot_of(epoch, WIDE) * WORLD
     share = share_of(m, WIDTH, WORLD, HOW)
@@ -97,10 +91,10 @@ def exchange_kernel(
         for unit in tl.range(program, tl.cdiv(gone, BLOCK), programs, num_stages=1):
             at = unit * BLOCK + lanes
             for hop in tl.static_range(1, WORLD):
-                there = (old + (rank + hop) % WORLD) * room + at
-                clean(partials + there, at < gone, TARGET)
+                place = (old + (rank + hop) % WORLD) * room + at
+                clean(partials + place, at < gone, TARGET)
                 if HOW == "share":
-                    clean(sums + there, at < gone, TARGET)
+                    clean(sums + place, at < gone, TARGET)
     first = 0 if HOW == "all" else rank * share
     element = tl.arange(0, BLOCK * PER)
     for unit in tl.range(program, tl.cdiv(share, BLOCK), programs, num_stages=1):
@@ -136,9 +130,7 @@ def exchange_kernel(
             here = owner * (share * PER) + at
             real = (at < share * PER) & (owner < WORLD) & (owner != rank) & (here < end * PER)
             store_sums(numbers(words, WIDE, TYPE), out, bias, residual, added, here, real, real, n, HOW, TARGET)
-    tl.debug_barrier()  # all threads have read the state
-    tl.store(state + program, epoch + 1)
-    tl.store(state + programs + program, m)
+    close_call(state, program, programs, epoch, m)
 
 
 class TwoKernelWords(Adding):
