@@ -15,6 +15,7 @@ from multiprocessing import get_context
 
 from autotax.core.config import Config, Value
 from autotax.core.problem import Problem
+from autotax.operators import named
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.operators.verification import TOLERANCE
 from autotax.spaces import space_for
@@ -64,7 +65,7 @@ Job = tuple[str, Problem, Config]
 
 
 def jobs(targets: list[str]) -> Iterator[Job]:
-    """The default of each variant, and other ways to exchange. A baseline without kernels of ours is left out."""
+    """The default of each variant, and other ways to exchange. What has no kernels of ours is left out."""
     for target in targets:
         values = space_for(TWO_DIES, hardware(target, 2)).default("push").values
         yield target, TWO_DIES, Config.of("push", values | BY_DIES | {"block_m": 32, "block_n": 32})
@@ -81,6 +82,8 @@ def jobs(targets: list[str]) -> Iterator[Job]:
         for problem in (*PROBLEMS, NARROW) if target == "hip:gfx942" else PROBLEMS:
             space = space_for(problem, hardware(target, problem.world_size))
             for name in space.variants:
+                if name in named(problem.op).peers:
+                    continue
                 if name == "bsp" and problem.op in ("all-gather-gemm", "all-reduce-norm", "gemm-reduce-scatter", "head-gather"):
                     continue
                 ways = [way for way in ways_to_exchange(space) if way.variant == name]
