@@ -110,6 +110,11 @@ class Hardware(Described):
         return self.family == "cuda" and int(self.target.partition(":")[2]) >= 90
 
     @property
+    def fully_linked(self) -> bool:
+        """Whether there are several GPUs, each of which reaches the memory of all others."""
+        return self.on_gpu and self.count > 1 and self.links == peer_access(self.count, self.count * (self.count - 1))
+
+    @property
     def default_world_size(self) -> int:
         """The GPUs present, or two CPU ranks."""
         return self.count if self.on_gpu else CPU_WORLD_SIZE
@@ -118,6 +123,11 @@ class Hardware(Described):
         if not self.on_gpu:
             return f"CPU ranks on the Triton interpreter ({self.device})"
         return f"{self.count} x {self.device} ({self.target}, {self.links})"
+
+
+def peer_access(count: int, reach: int) -> str:
+    """`links` of `count` devices, of which `reach` ordered pairs reach each other's memory."""
+    return f"peer access {reach}/{count * (count - 1)} pairs"
 
 
 HEAP_VARIABLE, HEAPS = "AUTOTAX_HEAP", ("torch", "iris")
@@ -233,7 +243,7 @@ def _detect_gpus(backend: str) -> Hardware:
         processors=first.multi_processor_count,
         shared_memory=shared,
         l2_bytes=int(first.L2_cache_size),
-        links="one device" if not pairs else f"peer access {reach}/{len(pairs)} pairs",
+        links="one device" if not pairs else peer_access(count, reach),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from typing import Any, Protocol
@@ -288,7 +288,7 @@ def differences(measured: Measured, place: Place, here: Place) -> list[str]:
     if place.hardware.backend != here.hardware.backend:  # no other field of the hardware is comparable
         devices = [f"measured on {place.hardware} (here {here.hardware})"]
     else:
-        devices = _fields(_DEVICES, place.hardware, here.hardware)
+        devices = _between_devices(place.hardware, here.hardware)
     sources = _difference(_KERNELS, measured.kernel_digest, variant_digest(measured.op, measured.config.variant))
     software = _fields(_SOFTWARE, place.software, here.software)
     return devices + sources + software + _fields(_DEPLOYED, place.conditions, here.conditions)
@@ -303,7 +303,16 @@ def holds(measured: Measured, place: Place, here: Place) -> bool:
 
 def same_devices(hardware: Hardware, other: Hardware) -> bool:
     """Whether two descriptions of hardware agree in every field that decides speed."""
-    return hardware.backend == other.backend and not _fields(_DEVICES, hardware, other)
+    return hardware.backend == other.backend and not _between_devices(hardware, other)
+
+
+def _between_devices(hardware: Hardware, other: Hardware) -> list[str]:
+    """The differences of two descriptions. A problem names its ranks, so where all GPUs reach each other those beside the ranks
+    decide nothing: winners of two GPUs hold for two of eight.
+    """
+    if hardware.fully_linked and other.fully_linked:
+        other = replace(other, count=hardware.count, links=hardware.links)
+    return _fields(_DEVICES, hardware, other)
 
 
 def _fields(texts: dict[str, str], place: object, here: object) -> list[str]:

@@ -193,6 +193,18 @@ def test_what_is_stale_does_not_answer_and_says_why(
     assert is_fallback(lookup(PROBLEM, db=db))
 
 
+@pytest.mark.parametrize(("of_eight", "of_four"), [("56/56", "12/12"), ("50/56", "12/12"), ("56/56", "10/12")])
+def test_gpus_beside_the_ranks_decide_nothing_where_all_reach_each_other(db: Path, of_eight: str, of_four: str) -> None:
+    """An engine of four ranks sees the eight GPUs of its host, or its own four alone."""
+    eight, four = (replace(HARDWARE, count=n, links=f"peer access {links} pairs") for n, links in ((8, of_eight), (4, of_four)))
+    whole = (of_eight, of_four) == ("56/56", "12/12")
+    for tuned_on, asked_on in ((eight, four), (four, eight)):
+        path = db.with_name(f"{tuned_on.count}.db")
+        with Store.open(path, create=True) as store:
+            keep_winner(store, hardware=tuned_on)
+        assert is_fallback(lookup(PROBLEM, db=path, hardware=asked_on)) != whole
+
+
 def test_cpu_ranks_never_answer_for_gpus(db: Path) -> None:
     with Store.open(db) as store:
         keep_winner(store, hardware=replace(HARDWARE, backend="cpu", device="x86_64"))

@@ -125,6 +125,8 @@ LAYERS: list[tuple[type[Any], str, int]] = [
     (AllGatherLinear, "push_words", FEW),
     *((LinearReduceScatter, name, MOST) for name in SCATTERED),
     *((LinearAllReduce, name, MOST) for name in REPLICATED),
+    (LinearReduceScatter, "two_kernel_words", FEW),
+    (LinearAllReduce, "two_kernel_words", FEW),
 ]
 
 
