@@ -261,7 +261,7 @@ def _two_kernel(hardware: Hardware) -> VariantSpace:
 
 
 def two_kernel_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
-    """None for e4m3, which has `scaled_two_kernel_words`, and for many rows."""
+    """None for many rows, and for e4m3: see `scaled_two_kernel_words`."""
     return None if problem.dtype == "e4m3" else _two_kernel_words(problem, hardware)
 
 

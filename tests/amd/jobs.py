@@ -65,7 +65,7 @@ Job = tuple[str, Problem, Config]
 
 
 def jobs(targets: list[str]) -> Iterator[Job]:
-    """The default of each variant, and other ways to exchange. What has no kernels of ours is left out."""
+    """The default of each variant, and other ways to exchange. Variants without kernels of ours are left out."""
     for target in targets:
         values = space_for(TWO_DIES, hardware(target, 2)).default("push").values
         yield target, TWO_DIES, Config.of("push", values | BY_DIES | {"block_m": 32, "block_n": 32})
