@@ -61,6 +61,12 @@ def added(total, part, of_a, of_b, SCALES: gl.constexpr, X_IS_B: gl.constexpr):
 
 
 @gluon.jit
+def multiplied_here(values, factor):
+    """values * factor, which the compiler moves over no other instruction of this kind and over no wait."""
+    return gl.inline_asm_elementwise("mul.f32 $0, $1, $2;", "=f,f,f", [values, factor], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def multiply_tile(
     GROUP: gl.constexpr, buffers, cols, turn, of_a, stride, of_b,
     SCALES: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
@@ -69,7 +75,9 @@ def multiply_tile(
     """The float32 sums of a group's 64 rows of X with each part of Y; `cols` are words. See `roles.multiply_tiles`.
 
     With scales `block`, `of_a` are the addresses of the first scales of the rows of A, `stride` the distance of the next ones,
-    and `of_b` the address of the first scale of B, which serves the whole tile. Tensor cores add up STRIPS strips.
+    and `of_b` the address of the first scale of B, which serves the whole tile. With several STRIPS a group then issues the product
+    of a strip before it scales the sum of the strip before, so that tensor cores have work meanwhile. Without such scales tensor
+    cores add up STRIPS strips.
 
     EARLY: the scales of some strips are loaded before the strips are needed, since with few rows a load takes longer than the
     product of a strip. When the first strip has arrived, all scales have.
@@ -108,6 +116,29 @@ def multiply_tile(
             second = warpgroup_mma_wait(num_outstanding=0, deps=(second,))
             release(empty, turn, STRIPS - 1, STAGES, DEPTH, STRIPS)
             two += second
+        elif SCALES == "block" and STRIPS > 1:
+            gl.static_assert(DEPTH == 1 and STRIPS == 2 and Y2 == 0)
+            here, following = turn % STAGES, (turn + 1) % STAGES
+            number = at // BLOCK_K
+            mbarrier.wait(full.index(here), turn // STAGES & 1)
+            of_rows = gl.load(of_a + number * stride, cache_modifier=".cg")
+            of_next = gl.load(of_a + (number + 1) * stride, cache_modifier=".cg")
+            of_cols, of_other = gl.load(of_b + number), gl.load(of_b + number + 1)
+            first = product_of(codes_of(x.index(here * GROUPS + GROUP), X_ROWS), y[0].index(here), first, layout1, Y1, False)
+            mbarrier.wait(full.index(following), (turn + 1) // STAGES & 1)
+            mine = codes_of(x.index(following * GROUPS + GROUP), X_ROWS)
+            second = product_of(mine, y[0].index(following), second, layout1, Y1, False)
+            # These two waits end at once. The compiler moves no instruction over them. Else it would multiply the scales before the
+            # second product and so wait for their loads there, or wait for both products before it adds the first.
+            mbarrier.wait(full.index(following), (turn + 1) // STAGES & 1)
+            of_rows, of_next = multiplied_here(of_rows, of_cols), multiplied_here(of_next, of_other)
+            mbarrier.wait(full.index(following), (turn + 1) // STAGES & 1)
+            first = warpgroup_mma_wait(num_outstanding=1, deps=(first,))
+            release(empty, turn, 0, STAGES, DEPTH, 1)
+            one = added(one, first, of_rows, 1.0, SCALES, X_IS_B)
+            second = warpgroup_mma_wait(num_outstanding=0, deps=(second,))
+            release(empty, turn, 1, STAGES, DEPTH, 1)
+            one = added(one, second, of_next, 1.0, SCALES, X_IS_B)
         else:
             for strip in gl.static_range(STEP):
                 stage = (turn + strip // DEPTH) % STAGES

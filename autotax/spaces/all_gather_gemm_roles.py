@@ -84,7 +84,7 @@ def scaled_specialized(problem: AllGatherGemm, hardware: Hardware) -> VariantSpa
         return block_n in tiling.BLOCKS_BESIDE_A.get(block_m, ()) and whole and block_n in columns
 
     space = _specialized("scaled_specialized", as_words(problem), hardware, suits, BY_WORDS[1:], codes_fit)
-    return space and scaled.with_strips(space, scaled.strips(problem))
+    return space and scaled.with_strips(space, problem)
 
 
 def _specialized(

@@ -333,7 +333,10 @@ def scaled_specialized(problem: GemmReduceScatter, hardware: Hardware) -> Varian
     wide = problem.scales != "block"
     suits = lambda m, n, adds: n == 128 or (wide and (m == 64 or adds == EPILOGUE))  # noqa: E731
     space = _specialized("scaled_specialized", as_words(problem), hardware, suits)
-    return space and scaled.with_strips(space, scaled.strips(problem))
+    one_sum = Constraint(
+        ("adds", "strip"), lambda adds, strip: wide or adds == EPILOGUE or strip == scaled.GROUP, "groups have too few registers"
+    )
+    return space and scaled.with_strips(replace(space, constraints=(*space.constraints, one_sum)), problem)
 
 
 def _specialized(

@@ -26,26 +26,29 @@ ON_AMD = {
     for rows, tiles in TILES.items()
 }
 ON_CPU: dict[int, tuple[tuple[int, int, int], ...]] = {16: ((32, 2, 4),), 32: ((32, 2, 4),)}
-SPLITS = (1, 2, 4, 8, 16)
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
+BUSY = 0.84
+"""The share of its programs' time that a processor must be busy: at 128 x 5120 x 12800 three parts of 40 tiles take 40.4 us, two
+parts 45.2 (2 H200).
+"""
 BLOCKS_OF_ONE_SCALE = (64, 128)
 """Columns of warp-specialized tiles that lie in one block of B with scales `block`."""
 STRIP_STAGES, WIDE_STRIP_STAGES = 3, 4
 """Fewest stages with two strips at a time, of which a wider tile holds both for longer."""
 
 
-def strips(problem: Any) -> tuple[Value, ...]:
-    """Columns of K that the tensor cores of a warp-specialized kernel add up. Their sums are added up in float32.
+def with_strips(space: VariantSpace, problem: Any) -> VariantSpace:
+    """The space of a warp-specialized kernel with the parameter `strip`: columns of K that a group multiplies at a time.
 
-    If all terms have one sign, the worst case, a C in bf16 is 0.33 % off with sums of 256 columns (measured). With sums of 512 it
-    would be 0.6 % off before it is rounded (a model of the hardware), beyond the limit of 0.5 %.
+    Without scales `block` tensor cores add them up. If all terms have one sign, the worst case, a C in bf16 is 0.33 % off with
+    sums of 256 columns (measured). With sums of 512 it would be 0.6 % off before it is rounded (a model of the hardware), beyond
+    the limit of 0.5 %. With such scales a group scales the sum of the first 128 columns while the second 128 are multiplied.
+
+    Seeds have the widest strip that their tiles take; those with the widest come first. Of the time of 128 columns 256 took 0.93
+    to 0.97 without such scales (nine problems of two H200), and with them 0.78 to 0.84 (three products of one).
     """
-    return (GROUP, 2 * GROUP) if problem.scales != "block" and problem.k % (2 * GROUP) == 0 else (GROUP,)
+    allowed: tuple[Value, ...] = (GROUP, 2 * GROUP) if problem.k % (2 * GROUP) == 0 else (GROUP,)
 
-
-def with_strips(space: VariantSpace, allowed: tuple[Value, ...]) -> VariantSpace:
-    """The space of a warp-specialized kernel with the parameter `strip`. Seeds have the widest that their tiles take; those with
-    the widest come first, because 256 columns took 0.93 to 0.97 of the time of 128 (nine problems of two H200).
-    """
     def loads(block_n: int, stages: int, strip: int) -> bool:
         return strip == GROUP or stages >= (STRIP_STAGES if block_n <= MOST_TOGETHER else WIDE_STRIP_STAGES)
 
@@ -57,7 +60,6 @@ def with_strips(space: VariantSpace, allowed: tuple[Value, ...]) -> VariantSpace
     choices = [[Config.of(space.variant, seed.values | {"strip": strip}) for strip in allowed[::-1]] for seed in space.seeds]
     seeds = [next(seed for seed in some if space.why_not(seed) is None) for some in choices]
     return replace(space, seeds=tuple(sorted(seeds, key=lambda seed: -int(seed["strip"]))))
-
 
 
 def heights(rows: int, hardware: Hardware) -> list[int]:
@@ -99,11 +101,15 @@ def _tiles_of(name: Value, rows: int, n: int) -> int:
 
 
 def splits_for(name: Value, rows: int, n: int, hardware: Hardware) -> int:
-    """The fewest parts along K with which the tiles of a product occupy all processors."""
+    """The fewest parts along K with which the tiles of a product keep the processors busy, or those that keep them busiest."""
     if name == LIBRARY:
         return 1
     count = _tiles_of(name, rows, n)
-    return next((splits for splits in SPLITS if splits * count >= hardware.processors), SPLITS[-1])
+
+    def busy(splits: int) -> float:
+        return splits * count / (ceil_div(splits * count, hardware.processors) * hardware.processors)
+
+    return next((splits for splits in SPLITS if busy(splits) > BUSY), max(SPLITS, key=busy))
 
 
 def splits_at_once(name: Value, rows: int, n: int, hardware: Hardware) -> int:

@@ -75,8 +75,8 @@ def jobs(targets: list[str]) -> Iterator[Job]:
             in_two: dict[str, Value] = {"words": words, "shots": "two", "block": 128, "num_warps": 2, "per_processor": 1}
             yield target, SUMS, Config.of("two_kernel_words", in_two)
         yield target, SHARED_ROWS, Config.of("one_shot", words="epoch", split=2, num_warps=1, per_processor=1)
-        late: dict[str, Value] = {"shots": "two", "rows": 1, "ahead": 1, "signals": "late", "num_warps": 1, "per_processor": 1}
-        yield target, SHARED_ROWS, Config.of("push", late)
+        late: dict[str, Value] = {"shots": "two", "owners": "turned", "signals": "late"}
+        yield target, SHARED_ROWS, Config.of("push", late, rows=1, ahead=1, num_warps=1, per_processor=1)
         values = space_for(CODES, hardware(target, 2)).default("scaled_fused").values
         yield target, CODES, Config.of("scaled_fused", values | {"loads": "pointer", "quantised": "within"})
         for problem in (*PROBLEMS, NARROW) if target == "hip:gfx942" else PROBLEMS:

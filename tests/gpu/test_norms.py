@@ -24,13 +24,15 @@ from tests.kernels.test_all_reduce_norm import codes_of, digests_behind, outputs
 pytestmark = pytest.mark.gpu
 
 WORLD = 2
+LATE: dict[str, Value] = {"ahead": 2, "signals": "late"}
 WAYS: dict[str, tuple[str, dict[str, Value]]] = {
     "few rows, split": ("one_shot", {"words": "blank", "split": 8, "num_warps": 16, "per_processor": 1}),
     "words of calls": ("one_shot", {"words": "epoch", "split": 2, "num_warps": 8, "per_processor": 1}),
     "two shots": ("two_shot", {"words": "blank", "num_warps": 8, "per_processor": 2}),
     "two shots, words of calls": ("two_shot", {"words": "epoch", "num_warps": 16, "per_processor": 1}),
-    "push": ("push", {"shots": "one", "rows": 2, "ahead": 2, "signals": "late", "num_warps": 16, "per_processor": 1}),
-    "push, two shots": ("push", {"shots": "two", "rows": 1, "ahead": 2, "signals": "late", "num_warps": 8, "per_processor": 2}),
+    "push": ("push", LATE | {"shots": "one", "rows": 2, "owners": "straight", "num_warps": 16, "per_processor": 1}),
+    "push, two shots": ("push", LATE | {"shots": "two", "rows": 1, "owners": "straight", "num_warps": 8, "per_processor": 2}),
+    "push, owners in turn": ("push", LATE | {"shots": "two", "rows": 4, "owners": "turned", "num_warps": 8, "per_processor": 2}),
     "bsp": ("bsp", {"rows": 1, "num_warps": 8}),
 }
 QUANTS = ("none", "tensor", "row", "block")

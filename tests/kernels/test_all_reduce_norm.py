@@ -49,8 +49,8 @@ WORDS: list[tuple[str, dict[str, Value]]] = [
     for words in ("blank", "epoch")
 ]
 PUSH: list[tuple[str, dict[str, Value]]] = [
-    ("push", {"shots": shots, "rows": 2, "ahead": 1, "signals": signals, "num_warps": 4, "per_processor": 1})
-    for shots, signals in (("one", "at_once"), ("two", "late"))
+    ("push", {"shots": shots, "rows": 2, "ahead": 1, "owners": owners, "signals": signals, "num_warps": 4, "per_processor": 1})
+    for shots, owners, signals in (("one", "straight", "at_once"), ("two", "turned", "late"), ("two", "straight", "late"))
 ]
 ROWS = (5, 1, 2, 5, 1, 1, 1, 4, 5, 3)
 PATIENCE = 400

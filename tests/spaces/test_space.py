@@ -133,9 +133,9 @@ def test_two_programs_a_processor_are_tried_early(variant: str, batch: int, seve
 
 @pytest.mark.parametrize(
     ("scales", "k", "strips"),
-    [("row", 8192, (128, 256)), ("tensor", 1280, (128, 256)), ("row", 1152, (128,)), ("block", 8192, (128,))],
+    [(scales, k, strips) for scales in ("row", "tensor", "block") for k, strips in ((8192, (128, 256)), (1152, (128,)))],
 )
-def test_tensor_cores_add_up_as_many_columns_as_share_scales(scales: str, k: int, strips: tuple[int, ...]) -> None:
+def test_groups_multiply_strips_as_wide_as_k_and_registers_allow(scales: str, k: int, strips: tuple[int, ...]) -> None:
     """The widest strips come first, and wide tiles have room for them."""
     for problem in (
         AllGatherGemm(2048, 28672, k, "e4m3", "m", 2, scales=scales),

@@ -1,8 +1,11 @@
 """push: one kernel for many rows. Rows are sent unchanged, by plain stores, in blocks; a flag follows each block.
 
 With TWO shots each rank owns some blocks: it adds them up and sends the new residual to all ranks, and every rank normalises all
-rows. With one shot every rank sends all its blocks to all ranks, and each adds up all of them. For two ranks that is the same
-number of bytes, in one trip.
+rows. With TURNED the owner changes from one of a program's blocks to the next. Without it, where the number of programs is a
+multiple of that of the ranks, a program's blocks have one owner, and few programs add up all of a rank's blocks.
+
+With one shot every rank sends all its blocks to all ranks, and each adds up all of them. For two ranks that is the same number of
+bytes, in one trip.
 
 In turn j a program sends its block j, adds up its block j - AHEAD, and normalises its block j - 2 AHEAD if another rank added
 that up. So links and memory are busy at the same time. A flag is set when its data are stored, or with LATE at the end of the
@@ -65,16 +68,25 @@ def sum_of_row(x, residual, box, row, place, size, cols, rank, WORLD: tl.constex
     return total
 
 
+@triton.jit
+def owner_of(block, programs, WORLD: tl.constexpr, TURNED: tl.constexpr):
+    """The rank that adds up a block. Of WORLD blocks from a multiple of WORLD on, each has another owner."""
+    if TURNED:
+        return (block + block // (tl.cdiv(programs, WORLD) * WORLD)) % WORLD
+    else:  # noqa: RET505 - decided when compiled
+        return block % WORLD
+
+
 @triton.jit(do_not_specialize=["rank", "m", "eps"])
 def push_kernel(
     x, residual, weight, new_residual, y, scales, box, sums, flags, sum_flags, bases, control, state, rank, m, eps, room, blocks_most,
-    WORLD: tl.constexpr, TWO: tl.constexpr, LATE: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr,
+    WORLD: tl.constexpr, TWO: tl.constexpr, TURNED: tl.constexpr, LATE: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr,
+    AHEAD: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr,
     OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """`box` is [2, hop, room rows, HIDDEN], `sums` [2, rows, HIDDEN]; `flags` int32 [source, blocks_most], `sum_flags`
-    [blocks_most]; `state` int32 [programs] is the number of the call. A block has ROWS rows; with TWO, rank r adds up blocks r, r
-    + WORLD ...
+    [blocks_most]; `state` int32 [programs] is the number of the call. A block has ROWS rows. With TWO, a rank
+    adds up one of WORLD neighbouring blocks.
     """
     if EARLY:
         gdc_wait()
@@ -92,6 +104,7 @@ def push_kernel(
     factors = tl.load(weight + cols, mask=cols < HIDDEN, other=0).to(tl.float32)
     for turn in tl.range(0, turns + (2 * AHEAD if TWO else AHEAD), num_stages=1):
         block = turn * programs + program
+        owner = owner_of(block, programs, WORLD, TURNED)
         if block < blocks:
             first = block * ROWS
             end = tl.minimum(first + ROWS, m)
@@ -100,14 +113,15 @@ def push_kernel(
                 place = first
                 if TWO:
                     place = block // WORLD * ROWS
-                if (not TWO) | (block % WORLD == peer):
+                if (not TWO) | (owner == peer):
                     landing = translate(box, bases, rank, peer) + (slot * (WORLD - 1) + hop - 1) * size
                     copy(landing + (place - first).to(tl.int64) * HIDDEN, x, first * HIDDEN, end * HIDDEN, BLOCK, ALIGNED)
                     if not LATE:
                         announce(flag_address(flags, rank * blocks_most + block, bases, rank, peer), epoch, TARGET)
         block = (turn - AHEAD) * programs + program
+        owner = owner_of(block, programs, WORLD, TURNED)
         if (turn >= AHEAD) & (block < blocks):
-            if (not TWO) | (block % WORLD == rank):
+            if (not TWO) | (owner == rank):
                 first = block * ROWS
                 end = tl.minimum(first + ROWS, m)
                 place = first
@@ -134,10 +148,11 @@ def push_kernel(
                         announce(flag_address(sum_flags, block, bases, rank, (rank + hop) % WORLD), epoch, TARGET)
         if TWO:
             block = (turn - 2 * AHEAD) * programs + program
-            if (turn >= 2 * AHEAD) & (block < blocks) & (block % WORLD != rank):
+            owner = owner_of(block, programs, WORLD, TURNED)
+            if (turn >= 2 * AHEAD) & (block < blocks) & (owner != rank):
                 first = block * ROWS
                 end = tl.minimum(first + ROWS, m)
-                wait(sum_flags + block, epoch, block % WORLD, block, control, TARGET)
+                wait(sum_flags + block, epoch, owner, block, control, TARGET)
                 for row in tl.range(first, end, num_stages=1):
                     at = (sum_rows + row) * HIDDEN + cols
                     total = tl.load(sums + at, mask=cols < HIDDEN, other=0).to(tl.float32)
@@ -147,14 +162,16 @@ def push_kernel(
                     )  # fmt: skip
         if LATE:
             block = turn * programs + program
+            owner = owner_of(block, programs, WORLD, TURNED)
             if block < blocks:
                 for hop in tl.static_range(1, WORLD):
                     peer = (rank + hop) % WORLD
-                    if (not TWO) | (block % WORLD == peer):
+                    if (not TWO) | (owner == peer):
                         announce(flag_address(flags, rank * blocks_most + block, bases, rank, peer), epoch, TARGET)
             block = (turn - AHEAD) * programs + program
+            owner = owner_of(block, programs, WORLD, TURNED)
             if TWO:
-                if (turn >= AHEAD) & (block < blocks) & (block % WORLD == rank):
+                if (turn >= AHEAD) & (block < blocks) & (owner == rank):
                     for hop in tl.static_range(1, WORLD):
                         announce(flag_address(sum_flags, block, bases, rank, (rank + hop) % WORLD), epoch, TARGET)
     tl.debug_barrier()  # all threads have read the state
@@ -176,7 +193,7 @@ class Push(NormKernel):
         self.programs = 1 if context.interpreted else min(config["per_processor"] * context.processors, self.blocks)
         self.state = context.empty((self.programs,), torch.int32).fill_(1)
         self.constants |= {
-            "WORLD": world, "TWO": two, "LATE": config["signals"] == "late", "HIDDEN": problem.hidden, "ROWS": rows,
+            "WORLD": world, "TWO": two, "TURNED": config["owners"] == "turned", "LATE": config["signals"] == "late", "HIDDEN": problem.hidden, "ROWS": rows,
             "AHEAD": config["ahead"], "BLOCK": MOST_COPIED,
             "ALIGNED": 16 // problem.item_size if problem.hidden * problem.item_size % 16 == 0 else 1,
             "EARLY": context.hardware.launches_overlap, **together(context, config),
