@@ -5,11 +5,11 @@ inverse. A group of 128 columns has its largest magnitude, at least 1e-10, / 448
 tensor, values are multiplied by its inverse. A row or group with an infinity or a NaN becomes NaN.
 
 C = (A @ B.T) with the scales of `operators/scaled.py`. Tensor cores add products of e4m3 with fewer bits than float32 has. So the
-sums of each 128 columns of K are added up in float32, and nothing relies on fast accumulation. With scales `block` each such sum
-is scaled first. The other scales are applied to the whole sum.
+sums of each strip of K, 128 or 256 columns, are added up in float32, and nothing relies on fast accumulation. With scales `block`
+a strip has 128 columns, and its sum is scaled first. The other scales are applied to the whole sum.
 
 The parameter `product` names a product. `library` is the vendor's. `64x128x4x4` is Triton's: rows and columns of a tile, stages,
-warps. `splits` are its parts along K; the program that finishes a tile's last part adds up all parts in their order.
+warps. `64x128x2x4x2` has strips of 256 columns, so that a program waits for tensor cores half as often. `splits` are its parts along K; the program that finishes a tile's last part adds up all parts in their order.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def quantise(values, scale, most, QUANT: tl.constexpr, TARGET: tl.constexpr):
 
 
 BLOCK_K = tl.constexpr(128)
-"""Columns of K whose products tensor cores add up: those that share a scale with scales `block`."""
+"""Columns of K that share a scale with scales `block`."""
 LIBRARY, FAST = "library", "library_fast"
 """The vendor's product; FAST accumulates with fewer bits, which only comparisons measure."""
 
@@ -131,13 +131,13 @@ def turned(block_m, block_n, target):
 @triton.jit
 def scaled_step(
     acc, x, scales_a, row, row_end, stride_m, stride_g, b, scales_b, col, n, at, k,
-    SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+    SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """acc + x @ B[col:, at : at + 128].T, with scales `block` times the scales of both; its transpose where `turned`.
+    """acc + x @ B[col:, at : at + STRIP].T, with scales `block` times the scales of both; its transpose where `turned`.
 
     The scale of row r of A and group g lies at scales_a + r * stride_m + g * stride_g.
     """
-    y = load_tile(b, col, at, n, k, k, BLOCK_N, BLOCK_K, TMA, ALIGNED)
+    y = load_tile(b, col, at, n, k, k, BLOCK_N, STRIP, TMA, ALIGNED)
     TURNED: tl.constexpr = turned(BLOCK_M, BLOCK_N, TARGET)
     part = dot_of_codes(y, x.T, TARGET) if TURNED else dot_of_codes(x, y.T, TARGET)
     if SCALES == "block":
@@ -158,16 +158,16 @@ def scaled_step(
 @triton.jit
 def scaled_sum(
     a, scales_a, row, row_end, stride_m, stride_g, b, scales_b, col, n, start, end, k,
-    SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+    SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """A[row:row_end, start:end] @ B[col:, start:end].T in float32, for A with rows of k elements; see `scaled_step`."""
     TURNED: tl.constexpr = turned(BLOCK_M, BLOCK_N, TARGET)
     acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
-    for at in range(start, end, BLOCK_K):
-        x = load_tile(a, row, at, row_end, k, k, BLOCK_M, BLOCK_K, TMA, ALIGNED)
+    for at in range(start, end, STRIP):
+        x = load_tile(a, row, at, row_end, k, k, BLOCK_M, STRIP, TMA, ALIGNED)
         acc = scaled_step(
             acc, x, scales_a, row, row_end, stride_m, stride_g, b, scales_b, col, n, at, k,
-            SCALES, BLOCK_M, BLOCK_N, TMA, ALIGNED, TARGET,
+            SCALES, BLOCK_M, BLOCK_N, STRIP, TMA, ALIGNED, TARGET,
         )  # fmt: skip
     return tl.trans(acc) if TURNED else acc
 
@@ -200,7 +200,7 @@ def store_product(out, acc, row, row_end, col, n, BLOCK_M: tl.constexpr, BLOCK_N
 @triton.jit
 def scaled_item(
     item, a, scales_a, stride_m, stride_g, b, scales_b, out, partials, finished, m, n, k,
-    SCALES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr,
+    SCALES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr,
     TARGET: tl.constexpr,
 ):  # fmt: skip
     """Computes the item-th of SPLITS parts of each tile, and stores the tile with its last part."""
@@ -211,11 +211,11 @@ def scaled_item(
     col = at % n_tiles * BLOCK_N
     start, end = 0, k
     if SPLITS > 1:
-        blocks = tl.cdiv(k, BLOCK_K)
-        start = item % SPLITS * blocks // SPLITS * BLOCK_K
-        end = tl.minimum((item % SPLITS + 1) * blocks // SPLITS * BLOCK_K, k)
+        blocks = tl.cdiv(k, STRIP)
+        start = item % SPLITS * blocks // SPLITS * STRIP
+        end = tl.minimum((item % SPLITS + 1) * blocks // SPLITS * STRIP, k)
     acc = scaled_sum(
-        a, scales_a, row, m, stride_m, stride_g, b, scales_b, col, n, start, end, k, SCALES, BLOCK_M, BLOCK_N, TMA, ALIGNED, TARGET
+        a, scales_a, row, m, stride_m, stride_g, b, scales_b, col, n, start, end, k, SCALES, BLOCK_M, BLOCK_N, STRIP, TMA, ALIGNED, TARGET
     )
     if SPLITS == 1:
         acc = with_scales(acc, scales_a, row, m, stride_m, scales_b, col, n, SCALES, BLOCK_M, BLOCK_N)
@@ -232,13 +232,13 @@ def scaled_item(
 @triton.jit(do_not_specialize=["m"])
 def scaled_product_kernel(
     a, scales_a, stride_m, stride_g, b, scales_b, out, partials, finished, m, n, k,
-    SCALES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr,
+    SCALES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr,
     TARGET: tl.constexpr,
 ):  # fmt: skip
     """One program for each part of a tile."""
     scaled_item(
         tl.program_id(0), a, scales_a, stride_m, stride_g, b, scales_b, out, partials, finished, m, n, k,
-        SCALES, SPLITS, BLOCK_M, BLOCK_N, TMA, ALIGNED, TARGET,
+        SCALES, SPLITS, BLOCK_M, BLOCK_N, STRIP, TMA, ALIGNED, TARGET,
     )  # fmt: skip
 
 
@@ -246,13 +246,14 @@ class Tile:
     """A tile of Triton's product, as a config names it."""
 
     def __init__(self, config: Config, context: Context) -> None:
-        self.rows, self.columns, self.stages, self.warps = map(int, config["product"].split("x"))
+        self.rows, self.columns, self.stages, self.warps, *strips = map(int, config["product"].split("x"))
+        self.strip = BLOCK_K.value * (strips[0] if strips else 1)
         self.splits = config["splits"]
         self.tma = context.hardware.backend != "rocm"
 
     def view(self, matrix: Tensor, rows: int) -> Any:
         """The argument of `load_tile` for blocks of `rows` rows: a TMA descriptor, or the tensor itself."""
-        return TensorDescriptor.from_tensor(matrix, [rows, BLOCK_K.value]) if self.tma else matrix
+        return TensorDescriptor.from_tensor(matrix, [rows, self.strip]) if self.tma else matrix
 
     def items(self, m: int, n: int) -> int:
         """Parts of all tiles."""
@@ -261,8 +262,8 @@ class Tile:
     def constants(self, problem: Any) -> dict[str, Any]:
         """Constants of a kernel that calls `scaled_item`, and compile options."""
         return {
-            "SCALES": problem.scales, "SPLITS": self.splits, "BLOCK_M": self.rows, "BLOCK_N": self.columns, "TMA": self.tma,
-            "ALIGNED": math.gcd(problem.k, 16), "num_warps": self.warps, "num_stages": self.stages,
+            "SCALES": problem.scales, "SPLITS": self.splits, "BLOCK_M": self.rows, "BLOCK_N": self.columns, "STRIP": self.strip,
+            "TMA": self.tma, "ALIGNED": math.gcd(problem.k, 16), "num_warps": self.warps, "num_stages": self.stages,
         }  # fmt: skip
 
     def parts(self, m: int, n: int, context: Context) -> tuple[Tensor, Tensor]:

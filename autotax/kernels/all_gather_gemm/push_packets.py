@@ -193,7 +193,7 @@ def scaled_packets_kernel(
     a, of_a, dense, dense_scales, words, scale_words, view, scales_a, stride_m, stride_g, b, b_words, scales_b, out, partials, finished,
     bases, received, control, patient, rank, m, n, k, items, rows, width, groups, room, scale_room, warm_words,
     WORLD: tl.constexpr, PIECE: tl.constexpr, SCALES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+    STRIP: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """`a` and `of_a` are this rank's bytes and scales as int32, `dense` and `dense_scales` those of all ranks. `view` and
     `scales_a` are the latter as the product reads them. `width` are words of a row, `groups` scales of a row that travel.
@@ -224,7 +224,7 @@ def scaled_packets_kernel(
         for item in tl.range(first, items, step):
             scaled_item(
                 item, view, scales_a, stride_m, stride_g, b, scales_b, out, partials, finished, m, n, k,
-                SCALES, SPLITS, BLOCK_M, BLOCK_N, TMA, ALIGNED, TARGET,
+                SCALES, SPLITS, BLOCK_M, BLOCK_N, STRIP, TMA, ALIGNED, TARGET,
             )  # fmt: skip
     leave(control, epoch, programs, TARGET)
 

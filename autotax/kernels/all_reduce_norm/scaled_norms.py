@@ -23,7 +23,7 @@ from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, part_of_tile
 from autotax.kernels.packets import close_call, open_call, packed_numbers, slot_of
 from autotax.kernels.primitives import settle, store_whole
-from autotax.kernels.scaled_product import BLOCK_K, LIBRARY, ScaledProduct, Tile, scaled_sum, with_scales
+from autotax.kernels.scaled_product import LIBRARY, ScaledProduct, Tile, scaled_sum, with_scales
 from autotax.operators.all_reduce_norm import EPS, AllReduceNorm
 
 
@@ -104,7 +104,8 @@ def scaled_fused_kernel(
     inbox, partials, finished, bases, control, state, rank, m, k, groups, eps, room,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, SPLIT: tl.constexpr,
     PART: tl.constexpr, SENT: tl.constexpr, HELD: tl.constexpr, COLS: tl.constexpr,
-    SCALES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr,
+    SCALES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, TMA: tl.constexpr,
+    ALIGNED: tl.constexpr,
     WITHIN: tl.constexpr, COLS_A: tl.constexpr,
     OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -131,17 +132,17 @@ def scaled_fused_kernel(
         a += at
         settle(TARGET)  # threads of this program read what others of them have stored
     mine = inbox + (slot_of(epoch, WIDE) * WORLD + rank) * room
-    blocks = tl.cdiv(k, BLOCK_K)
+    blocks = tl.cdiv(k, STRIP)
     for item in tl.range(program, tl.cdiv(HIDDEN, BLOCK_N) * SPLITS, programs):
         tile = item // SPLITS
         col = tile * BLOCK_N
         start, end = 0, k
         if SPLITS > 1:
-            start = item % SPLITS * blocks // SPLITS * BLOCK_K
-            end = tl.minimum((item % SPLITS + 1) * blocks // SPLITS * BLOCK_K, k)
+            start = item % SPLITS * blocks // SPLITS * STRIP
+            end = tl.minimum((item % SPLITS + 1) * blocks // SPLITS * STRIP, k)
         acc = scaled_sum(
             a, scales_a, 0, m, stride_m, stride_g, b, scales_b, col, HIDDEN, start, end, k,
-            SCALES, BLOCK_M, BLOCK_N, TMA, ALIGNED, TARGET,
+            SCALES, BLOCK_M, BLOCK_N, STRIP, TMA, ALIGNED, TARGET,
         )  # fmt: skip
         complete = item >= 0
         if SPLITS > 1:

@@ -45,7 +45,7 @@ from autotax.kernels.gemm_reduce_scatter.product import (
 from autotax.kernels.gemm_reduce_scatter.reduction import Adding, addends, with_addends
 from autotax.kernels.gemm_reduce_scatter.scaled_sums import plain
 from autotax.kernels.primitives import EPOCH, ERROR, LIMIT, leave, load_whole, note_missing, store_whole
-from autotax.kernels.scaled_product import BLOCK_K, Tile, scaled_sum, with_scales
+from autotax.kernels.scaled_product import Tile, scaled_sum, with_scales
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
 PIECE_WORDS = 1024
@@ -386,7 +386,8 @@ def scaled_words_kernel(
     rank, m, n, k, rows, room,
     WORLD: tl.constexpr, HOW: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, SUMS_TWO: tl.constexpr, SUM: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALES: tl.constexpr,
-    ROWS: tl.constexpr, WORDS: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, STRIP: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, ALIGNED_N: tl.constexpr,
+    TARGET: tl.constexpr,
 ):  # fmt: skip
     """`words_kernel` with a product of e4m3."""
     epoch = tl.load(control + EPOCH)
@@ -400,7 +401,7 @@ def scaled_words_kernel(
     m_tiles = tl.cdiv(m_all, BLOCK_M)
     n_tiles = tl.cdiv(n, BLOCK_N)
     whole = whole_tiles(m_tiles * n_tiles, programs, SPLITS)
-    blocks = tl.cdiv(k, BLOCK_K)
+    blocks = tl.cdiv(k, STRIP)
     place = (slot * WORLD + rank) * size
     for item in tl.range(program, pieces(m_tiles * n_tiles, whole, SPLITS), programs):
         at = grouped(tile_of(item, whole, SPLITS), m_tiles, n_tiles, 8)
@@ -409,11 +410,11 @@ def scaled_words_kernel(
         col = tile * BLOCK_N
         start, end = 0, k
         if SPLITS > 1:
-            start = first_block(item, whole, SPLITS, blocks) * BLOCK_K
-            end = tl.minimum(last_block(item, whole, SPLITS, blocks) * BLOCK_K, k)
+            start = first_block(item, whole, SPLITS, blocks) * STRIP
+            end = tl.minimum(last_block(item, whole, SPLITS, blocks) * STRIP, k)
         acc = scaled_sum(
             a, scales_a, row, m, stride_m, stride_g, b, scales_b, col, n, start, end, k,
-            SCALES, BLOCK_M, BLOCK_N, TMA, ALIGNED, TARGET,
+            SCALES, BLOCK_M, BLOCK_N, STRIP, TMA, ALIGNED, TARGET,
         )  # fmt: skip
         top = tl.minimum(row + BLOCK_M, m_all)
         complete = item >= 0
@@ -443,7 +444,7 @@ class ScaledWords(Words):
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         self.tile = tile = Tile(config, context)
         inner = Config.of(
-            config.variant, block_m=tile.rows, block_n=tile.columns, block_k=BLOCK_K.value, num_warps=tile.warps, num_stages=tile.stages,
+            config.variant, block_m=tile.rows, block_n=tile.columns, block_k=tile.strip, num_warps=tile.warps, num_stages=tile.stages,
             group_m=8, splits=tile.splits, loads="tma" if tile.tma else "pointer", payload=config["payload"], shots=config["shots"],
         )  # fmt: skip
         self.quantised = Quantiser(problem, problem.m, context)
