@@ -3,7 +3,8 @@
     PYTHONPATH=. python results/choices.py gemm-reduce-scatter m=512 n=8192 k=2560 world_size=2 --only torch --most 6
 
 A field may have several values, as m=1,16. Choices are up to `most` seeds of each variant that applies, those of role `vendor`
-included, and peers that only `compare` knows.
+included, and peers that only `compare` knows. `--vary strip=128,256` measures each seed that has the parameter with all of these
+values, `--beside torch_two_shot` alternatives too.
 """
 
 from __future__ import annotations
@@ -28,20 +29,36 @@ TOGETHER = 8
 EFFORT = Effort(samples=30, seconds=0.3, fewest=10)
 
 
+def listed(field: str) -> tuple[str, list[str]]:
+    """The name and the values of `name=value,value`."""
+    name, values = field.split("=")
+    return name, values.split(",")
+
+
 def problems_of(op: str, fields: list[str]) -> Iterator[Problem]:
-    """The problems that `name=value,value` fields describe."""
-    parts = [[(field.split("=")[0], value) for value in field.split("=")[1].split(",")] for field in fields]
+    """The problems that such fields describe."""
+    parts = [[(name, value) for value in values] for name, values in map(listed, fields)]
     for pairs in itertools.product(*parts):
         values = {name: int(value) if value.isdigit() else value for name, value in pairs}
         yield registry.problem_from_dict({"op": op} | values)
 
 
-def choices(problem: Problem, hardware: Hardware, most: int, only: list[str]) -> Iterator[Config]:
-    """Seeds, and peers that are not served."""
+def varied(seed: Config, parameters: list[tuple[str, list[Any]]]) -> Iterator[Config]:
+    """The seed with every combination of values of those parameters that it has."""
+    ways = [[(name, value) for value in values] for name, values in parameters if name in seed.values]
+    for way in itertools.product(*ways):
+        yield Config.of(seed.variant, seed.values | dict(way))
+
+
+def choices(
+    problem: Problem, hardware: Hardware, most: int, only: list[str], vary: list[tuple[str, list[Any]]]
+) -> Iterator[Config]:
+    """Seeds, varied, and peers that are not served."""
     space = space_for(problem, hardware)
     for name, variant in space.variants.items():
         if name != "bsp" and (name in only or not only):
-            yield from (seed for seed in list(dict.fromkeys(variant.seeds))[:most] if seed in space)
+            seeds = [seed for seed in dict.fromkeys(variant.seeds) if seed in space][:most]
+            yield from dict.fromkeys(config for seed in seeds for config in varied(seed, vary) if config in space)
     for name, peer in registry.of(problem).peers.items():
         if not peer.served and not only and peer.where(problem, hardware):
             yield Config(name)
@@ -53,13 +70,17 @@ def main() -> None:
     parser.add_argument("fields", nargs="+")
     parser.add_argument("--only", default="")
     parser.add_argument("--most", type=int, default=6)
+    parser.add_argument("--vary", nargs="+", default=[])
+    parser.add_argument("--beside", nargs="+", default=[])
     given = parser.parse_args()
     hardware, problems = detect(), list(problems_of(given.op, given.fields))
     only = [name for name in given.only.split(",") if name]
-    chosen = {problem: list(choices(problem, hardware, given.most, only)) for problem in problems}
+    vary = [(name, [int(value) if value.isdigit() else value for value in values]) for name, values in map(listed, given.vary)]
+    beside = [Config(name) for name in given.beside]
+    chosen = {problem: [*choices(problem, hardware, given.most, only, vary), *beside] for problem in problems}
     with ranks(hardware, problems[0].world_size) as runner:
         for problem, configs in chosen.items():
-            runner.expect(problem, configs)
+            runner.expect(problem, [config for config in configs if config.params])
         for problem, configs in chosen.items():
             show(problem, measured(runner, problem, configs, hardware))
 

@@ -28,6 +28,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def busy_share(items: int, processors: int) -> float:
+    """The share of its time that a processor is busy with equal items, which all processors take in waves."""
+    return items / (ceil_div(items, processors) * processors)
+
+
 def power_of_two(value: int) -> int:
     """The least power of two that is not below `value`."""
     return 1 << (value - 1).bit_length()

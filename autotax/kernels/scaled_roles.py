@@ -75,9 +75,8 @@ def multiply_tile(
     """The float32 sums of a group's 64 rows of X with each part of Y; `cols` are words. See `roles.multiply_tiles`.
 
     With scales `block`, `of_a` are the addresses of the first scales of the rows of A, `stride` the distance of the next ones,
-    and `of_b` the address of the first scale of B, which serves the whole tile. With several STRIPS a group then issues the product
-    of a strip before it scales the sum of the strip before, so that tensor cores have work meanwhile. Without such scales tensor
-    cores add up STRIPS strips.
+    and `of_b` the address of the first scale of B, which serves the whole tile. With two STRIPS a group issues the products of both,
+    then scales the sum of the first while tensor cores multiply the second. Without such scales tensor cores add up STRIPS strips.
 
     EARLY: the scales of some strips are loaded before the strips are needed, since with few rows a load takes longer than the
     product of a strip. When the first strip has arrived, all scales have.

@@ -44,6 +44,16 @@ def push_unit(unit, chunks, pieces, world, interleaved):
     return (mixed if interleaved != 0 else ring) * pieces + piece
 
 
+def owner_of(block, programs, world, turned):
+    """Returns the rank that adds up a block. Of `world` blocks from a multiple of `world` on, each has another owner.
+
+    Program p handles blocks p, p + programs, and so on. With `turned` the owner changes from one of these to the next. Without it
+    they have one owner where `programs` is a multiple of `world`.
+    """
+    stride = (programs + world - 1) // world * world
+    return (block + block // stride) % world if turned != 0 else block % world
+
+
 def whole_tiles(tiles, programs, splits):
     """How many tiles are computed whole: as many as make full waves of programs. With one split all tiles are."""
     return tiles if splits == 1 else tiles - tiles % programs

@@ -191,8 +191,8 @@ def scaled_push(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | No
 
 
 def _push(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
-    """Parameters: rows per block, how many blocks sending is ahead, one trip or two, who adds up then, and when flags are set.
-    None for few rows.
+    """Parameters: rows per block, how many blocks sending is ahead, one trip or two, and when flags are set. With two trips also
+    which rank owns a block (`tiling.owner_of`). None for few rows.
     """
     if problem.world_size == 1 or (problem.m < FEWEST_ROWS and hardware.on_gpu):
         return None

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from autotax.core.config import Config, Value
 from autotax.core.errors import UsageError
-from autotax.core.problem import ceil_div, power_of_two
+from autotax.core.problem import busy_share, ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import Hardware, blocks_held, lanes
 from autotax.operators.flash_decode import FlashDecode
@@ -175,8 +175,7 @@ def balanced_splits(problem: FlashDecode, hardware: Hardware, block_s: int, toge
     most = min(MOST_SPLITS, max(1, power_of_two(problem.shard_len) // block_s))
 
     def busy(splits: int) -> float:
-        programs = items * splits
-        return programs / (ceil_div(programs, processors) * processors)
+        return busy_share(items * splits, processors)
 
     choices = powers_of_two(1, most)
     return next((splits for splits in choices if busy(splits) > 0.9), max(choices, key=busy))

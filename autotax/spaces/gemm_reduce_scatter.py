@@ -190,7 +190,7 @@ def scaled_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace
     sent = (problem.world_size - 1) * problem.m * problem.n * 4
     ordered = shots if sent <= ONE_SHOT_BYTES else shots[::-1]
     parameters = scaled.parameters(problem, rows, hardware, library=False)
-    parameters["product"] = tuple(name for name in parameters["product"] if int(str(name).split("x")[1]) <= 128)
+    parameters["product"] = tuple(name for name in parameters["product"] if scaled.Tile.of(name).columns <= 128)
     choices = scaled.choices(problem, rows, hardware, library=False, one_program_each=True)
     products = [choice for choice in choices if choice["product"] in parameters["product"]]
     seeds = [Config.of("scaled_words", choice, payload=payload[0], shots=shot) for shot in ordered for choice in products[:4]]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from autotax.core.config import Config, Value
-from autotax.core.problem import ceil_div, power_of_two
+from autotax.core.problem import busy_share, ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
 from autotax.kernels.tiling import MOST_TOGETHER
@@ -83,26 +82,40 @@ def tiles(problem: Any, rows: int, hardware: Hardware) -> tuple[Value, ...]:
     return tuple("x".join(map(str, tile)) for tile in high)
 
 
+class Tile(NamedTuple):
+    """A product of Triton's as its name says: 64x128x5x4, or 64x128x2x4x2 with strips of twice 128 columns of K."""
+
+    rows: int
+    columns: int
+    stages: int
+    warps: int
+    strips: int = 1
+
+    @classmethod
+    def of(cls, name: Value) -> Tile:
+        return cls(*map(int, str(name).split("x")))
+
+
 def shared_bytes(name: Value) -> int:
     """About the shared memory of a program with these tiles: its stages, and a little for barriers."""
-    high, columns, stages, _, *strips = map(int, str(name).split("x"))
-    return (high + columns) * GROUP * math.prod(strips) * stages + 4096
+    tile = Tile.of(name)
+    return (tile.rows + tile.columns) * GROUP * tile.strips * tile.stages + 4096
 
 
 def with_tiles(values: Mapping[str, Value]) -> dict[str, Value]:
     """The values of a config, with the tile of its product by name if that is one of Triton's."""
-    name = str(values.get("product", LIBRARY))
+    name = values.get("product", LIBRARY)
     if name == LIBRARY:
         return dict(values)
-    names = "block_m", "block_n", "num_stages", "num_warps"
-    *sizes, strips = map(int, name.split("x") if name.count("x") == len(names) else [*name.split("x"), "1"])
-    return {**values, "block_k": GROUP * strips, **dict(zip(names, sizes, strict=True))}
+    rows, columns, stages, warps, strips = Tile.of(name)
+    more = {"block_m": rows, "block_n": columns, "block_k": GROUP * strips, "num_stages": stages, "num_warps": warps}
+    return {**values, **more}
 
 
 def _tiles_of(name: Value, rows: int, n: int) -> int:
     """The number of tiles of a product of Triton's."""
-    high, columns, *_ = map(int, str(name).split("x"))
-    return ceil_div(rows, high) * ceil_div(n, columns)
+    tile = Tile.of(name)
+    return ceil_div(rows, tile.rows) * ceil_div(n, tile.columns)
 
 
 def splits_for(name: Value, rows: int, n: int, hardware: Hardware) -> int:
@@ -112,7 +125,7 @@ def splits_for(name: Value, rows: int, n: int, hardware: Hardware) -> int:
     count = _tiles_of(name, rows, n)
 
     def busy(splits: int) -> float:
-        return splits * count / (ceil_div(splits * count, hardware.processors) * hardware.processors)
+        return busy_share(splits * count, hardware.processors)
 
     return next((splits for splits in SPLITS if busy(splits) > BUSY), max(SPLITS, key=busy))
 

@@ -185,6 +185,8 @@ def test_few_rows_by_words_never_err(ranks: Ranks, rows: int, block_m: int, bloc
         ("row", 256, (128, 256, 3, 128)),
         ("row", 128, (128, 128, 3, 128)),
         ("block", 128, (128, 128, 5, 128)),
+        ("block", 128, (128, 128, 5, 256)),
+        ("block", 192, (64, 128, 4, 256)),
         ("tensor", 192, (64, 112, 4, 256)),
     ],
 )
@@ -212,6 +214,8 @@ def test_warps_with_roles_that_send_sums_never_err(ranks: Ranks, tile: tuple[int
         ("row", 1280, (128, 256, 4)),
         ("block", 1152, (64, 128, 5)),
         ("block", 1152, (128, 128, 4)),
+        ("block", 1280, (64, 128, 5)),
+        ("block", 1280, (128, 128, 4)),
     ],
 )
 def test_warps_with_roles_that_send_sums_of_codes_never_err(
@@ -219,6 +223,8 @@ def test_warps_with_roles_that_send_sums_of_codes_never_err(
 ) -> None:
     if tile[:2] == (128, 256) and adds == "warps":
         pytest.skip("such a tile leaves no registers to warps that add")
+    if scales == "block" and k == 1280 and adds == "warps":
+        pytest.skip("two products in flight leave no registers to warps that add")
     problem = GemmReduceScatter(301, 784, k, "e4m3", "scattered", WORLD, scales=scales)
     run(ranks, problem, default_with(problem, "scaled_specialized", **sides_of(tile), adds=adds))
 

@@ -40,6 +40,21 @@ def test_remote_row_takes_source_after_source_or_all_in_turn(rows: int, world: i
     assert mixed == [1 + row % (world - 1) for row in range(count)]
 
 
+@given(blocks=st.integers(1, 300), programs=st.integers(1, 40), world=st.integers(1, 8), turned=either)
+def test_owner_of_gives_each_rank_one_of_world_neighbouring_blocks(blocks: int, programs: int, world: int, turned: bool) -> None:
+    """So a rank has room for its blocks at block // world."""
+    owners = [tiling.owner_of(block, programs, world, turned) for block in range(world * blocks)]
+    assert all(sorted(owners[first : first + world]) == list(range(world)) for first in range(0, len(owners), world))
+
+
+@given(per=st.integers(1, 20), world=st.integers(1, 8), turns=st.integers(1, 20))
+def test_owner_of_changes_from_one_block_of_a_program_to_the_next(per: int, world: int, turns: int) -> None:
+    programs = per * world
+    for program in range(programs):
+        owners = [tiling.owner_of(turn * programs + program, programs, world, True) for turn in range(turns)]
+        assert owners == [(program + turn) % world for turn in range(turns)]
+
+
 @given(chunks=small, pieces=st.integers(1, 16), world=st.integers(1, 8), interleaved=either)
 def test_push_unit_takes_each_piece_for_each_peer_once(chunks: int, pieces: int, world: int, interleaved: bool) -> None:
     each = chunks * pieces

@@ -14,7 +14,7 @@ from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
-from autotax.spaces import Space, space_for
+from autotax.spaces import Space, scaled, space_for
 from tests.spaces.drawing import CPU, H200, HARDWARE, MI300X, configs, problems
 
 GEMM = AllGatherGemm(40, 70, 90, "bf16", "m", 4)
@@ -143,6 +143,23 @@ def test_groups_multiply_strips_as_wide_as_k_and_registers_allow(scales: str, k:
     ):
         space = space_for(problem, H200).variants["scaled_specialized"]
         assert space.parameters["strip"] == strips and {seed["strip"] for seed in space.seeds[:3]} == {strips[-1]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "name", "splits"),
+    [(128, 5120, "128x128x5x8", 3), (64, 5120, "64x64x6x4", 3), (128, 8192, "128x64x6x4", 1), (16, 8192, "16x128x6x4", 2)],
+)
+def test_parts_of_tiles_keep_processors_busy(rows: int, n: int, name: str, splits: int) -> None:
+    """40, 80, 128 and 64 tiles for 132 processors."""
+    assert scaled.splits_for(name, rows, n, H200) == splits
+
+
+def test_a_tile_with_strips_of_twice_the_columns_takes_twice_the_memory() -> None:
+    assert scaled.shared_bytes("16x64x5x4x2") == scaled.shared_bytes("16x64x10x4")
+    assert scaled.with_tiles({"product": "16x64x5x4x2"})["block_k"] == 2 * scaled.with_tiles({"product": "16x64x5x4"})["block_k"]
+    problems = (GemmReduceScatter(16, 8192, 4096, "e4m3", "replicated", 2, scales=scales) for scales in ("row", "block"))
+    row, block = (scaled.tiles(problem, problem.m, H200) for problem in problems)
+    assert row[0] == "16x64x5x4x2" and not any(name.count("x") > 3 for name in block)
 
 
 def test_tiles_of_two_products_are_not_cut_into_parts() -> None:

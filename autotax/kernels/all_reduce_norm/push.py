@@ -1,8 +1,8 @@
 """push: one kernel for many rows. Rows are sent unchanged, by plain stores, in blocks; a flag follows each block.
 
 With TWO shots each rank owns some blocks: it adds them up and sends the new residual to all ranks, and every rank normalises all
-rows. With TURNED the owner changes from one of a program's blocks to the next. Without it, where the number of programs is a
-multiple of that of the ranks, a program's blocks have one owner, and few programs add up all of a rank's blocks.
+rows. `tiling.owner_of` says who owns a block. With TURNED all programs add up some of a rank's blocks. Without it few programs may
+add up all of them.
 
 With one shot every rank sends all its blocks to all ranks, and each adds up all of them. For two ranks that is the same number of
 bytes, in one trip.
@@ -27,10 +27,11 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
+from autotax.kernels import tiling
 from autotax.kernels.all_reduce_norm.norm import NormKernel, finish, given_factor
 from autotax.kernels.context import Context, gdc_wait, together
 from autotax.kernels.gemm_reduce_scatter.product import rounded
-from autotax.kernels.primitives import copy, flag_address, settle, translate, wait, write_back
+from autotax.kernels.primitives import arithmetic, copy, flag_address, settle, translate, wait, write_back
 from autotax.operators.all_reduce_norm import AllReduceNorm
 
 
@@ -68,13 +69,7 @@ def sum_of_row(x, residual, box, row, place, size, cols, rank, WORLD: tl.constex
     return total
 
 
-@triton.jit
-def owner_of(block, programs, WORLD: tl.constexpr, TURNED: tl.constexpr):
-    """The rank that adds up a block. Of WORLD blocks from a multiple of WORLD on, each has another owner."""
-    if TURNED:
-        return (block + block // (tl.cdiv(programs, WORLD) * WORLD)) % WORLD
-    else:  # noqa: RET505 - decided when compiled
-        return block % WORLD
+owner_of = arithmetic(tiling.owner_of)
 
 
 @triton.jit(do_not_specialize=["rank", "m", "eps"])
@@ -85,8 +80,7 @@ def push_kernel(
     OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """`box` is [2, hop, room rows, HIDDEN], `sums` [2, rows, HIDDEN]; `flags` int32 [source, blocks_most], `sum_flags`
-    [blocks_most]; `state` int32 [programs] is the number of the call. A block has ROWS rows. With TWO, a rank
-    adds up one of WORLD neighbouring blocks.
+    [blocks_most]; `state` int32 [programs] is the number of the call. A block has ROWS rows.
     """
     if EARLY:
         gdc_wait()
@@ -193,8 +187,8 @@ class Push(NormKernel):
         self.programs = 1 if context.interpreted else min(config["per_processor"] * context.processors, self.blocks)
         self.state = context.empty((self.programs,), torch.int32).fill_(1)
         self.constants |= {
-            "WORLD": world, "TWO": two, "TURNED": config["owners"] == "turned", "LATE": config["signals"] == "late", "HIDDEN": problem.hidden, "ROWS": rows,
-            "AHEAD": config["ahead"], "BLOCK": MOST_COPIED,
+            "WORLD": world, "TWO": two, "TURNED": config["owners"] == "turned", "LATE": config["signals"] == "late",
+            "HIDDEN": problem.hidden, "ROWS": rows, "AHEAD": config["ahead"], "BLOCK": MOST_COPIED,
             "ALIGNED": 16 // problem.item_size if problem.hidden * problem.item_size % 16 == 0 else 1,
             "EARLY": context.hardware.launches_overlap, **together(context, config),
         }  # fmt: skip
