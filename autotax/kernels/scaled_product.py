@@ -9,7 +9,8 @@ sums of each strip of K, 128 or 256 columns, are added up in float32, and nothin
 a strip has 128 columns, and its sum is scaled first. The other scales are applied to the whole sum.
 
 The parameter `product` names a product. `library` is the vendor's. `64x128x4x4` is Triton's: rows and columns of a tile, stages,
-warps. `64x128x2x4x2` has strips of 256 columns, so that a program waits for tensor cores half as often. `splits` are its parts along K; the program that finishes a tile's last part adds up all parts in their order.
+warps. `64x128x2x4x2` has strips of 256 columns, so that a program waits for tensor cores half as often.
+`roles-64x128x8x4x2` is that of `specialized_product`. `splits` are its parts along K; the program that finishes a tile's last part adds up all parts in their order.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.gemm import load_tile
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.product import grouped, last_of_parts, part_of_tile, rounded
+from autotax.kernels.specialized_product import SpecializedProduct
+from autotax.kernels.tiling import ROLES, ProductTile
 from autotax.operators.scaled import library_product
 
 GROUP = tl.constexpr(128)
@@ -246,8 +249,8 @@ class Tile:
     """A tile of Triton's product, as a config names it."""
 
     def __init__(self, config: Config, context: Context) -> None:
-        self.rows, self.columns, self.stages, self.warps, *strips = map(int, config["product"].split("x"))
-        self.strip = BLOCK_K.value * (strips[0] if strips else 1)
+        self.rows, self.columns, self.stages, self.warps, strips = ProductTile.of(config["product"])
+        self.strip = BLOCK_K.value * strips
         self.splits = config["splits"]
         self.tma = context.hardware.backend != "rocm"
 
@@ -282,9 +285,13 @@ class ScaledProduct:
 
     def __init__(self, problem: Any, config: Config, rows: int, context: Context) -> None:
         self.problem, self.context = problem, context
-        self.fast = config["product"] == FAST
-        self.tile = None if config["product"] in (LIBRARY, FAST) else Tile(config, context)
-        if self.tile:
+        name = config["product"]
+        self.fast = name == FAST
+        self.tile, self.specialized = None, None
+        if name.startswith(ROLES):
+            self.specialized = SpecializedProduct(ProductTile.of(name), config["splits"], problem, rows, context)
+        elif name not in (LIBRARY, FAST):
+            self.tile = Tile(config, context)
             self.partials, self.finished = self.tile.parts(rows, problem.n, context)
         elif problem.scales != "tensor":
             groups = ceil_div(problem.k, BLOCK_K.value) if problem.scales == "block" else 1
@@ -294,7 +301,9 @@ class ScaledProduct:
         """out [m, n] = A [m, k] @ B [n, k].T, for A and B with their scales."""
         if not len(a):
             return
-        if self.tile:
+        if self.specialized:
+            self.specialized(a, scales_a, b, scales_b, out)
+        elif self.tile:
             self._by_tiles(self.tile, a, scales_a, b, scales_b, out)
         elif not self.context.dry:
             self._by_library(a, scales_a, b, scales_b, out)

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from autotax.kernels import tiling
-from autotax.kernels.all_gather_gemm.roles import BLOCK_K, X_ROWS, reinterpret
+from autotax.kernels.all_gather_gemm.roles import BLOCK_K, X_ROWS, reinterpret, store_part
 
 CODES = gl.constexpr(2 * BLOCK_K)
 """Codes of a strip, which share a scale with scales `block`."""
@@ -195,3 +195,16 @@ def with_scales(total, of_a, inside, scales_b, col, n, SCALES: gl.constexpr, X_I
         scale_b = gl.load(scales_b + c, mask=c < n, other=0.0)
         total = total * (scale_b[:, None] if X_IS_B else scale_b[None, :])
     return total
+
+
+@gluon.jit
+def store_boxes(out, part, staging, row, col, rows, X_IS_B: gl.constexpr, TARGET: gl.constexpr):
+    """Stores a part of a tile: one box of C, or two where a box has half its columns."""
+    WIDE: gl.constexpr = out.block_shape[2]
+    if X_IS_B or part.shape[1] == WIDE:
+        store_part(out, part, staging, row, col, rows, X_IS_B, TARGET)
+    else:
+        gl.static_assert(part.shape[1] == 2 * WIDE)
+        left, right = part.reshape([X_ROWS, 2, WIDE]).permute((0, 2, 1)).split()
+        store_part(out, left, staging, row, col, rows, X_IS_B, TARGET)
+        store_part(out, right, staging, row, col + WIDE, rows, X_IS_B, TARGET)

@@ -227,6 +227,27 @@ def staged_columns(block_n: int, stages: int) -> int:
     return PART_ROWS // 2 if block_n == 2 * PART_ROWS and stages > 3 else PART_ROWS
 
 
+ROLES = "roles-"
+"""Begins the name of a product by warps with roles."""
+
+
+class ProductTile(NamedTuple):
+    """The tile of a product of e4m3 as the product's name says: 64x128x5x4 is Triton's, with its rows, columns, stages and warps.
+
+    64x128x2x4x2 has strips of twice 128 columns of K. roles-64x128x8x4x2 is multiplied by four warps with roles.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    warps: int
+    strips: int = 1
+
+    @classmethod
+    def of(cls, name: object) -> ProductTile:
+        return cls(*map(int, str(name).removeprefix(ROLES).split("x")))
+
+
 # A box is GROUP_ROWS x BLOCK_K. Boxes are sent chunk by chunk of rows, and within a chunk strip by strip of BLOCK_K columns.
 # Kernels compile the functions below, which therefore use no global constants.
 

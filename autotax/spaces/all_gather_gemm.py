@@ -72,7 +72,7 @@ def scaled_decomposed(problem: AllGatherGemm, hardware: Hardware) -> VariantSpac
     """Products of e4m3 while A is gathered with its scales."""
     if problem.dtype != "e4m3":
         return None
-    comms, products = gemm.comm_programs(hardware), scaled.choices(problem, problem.m, hardware)
+    comms, products = gemm.comm_programs(hardware), scaled.choices(problem, problem.m, hardware, roles=True)
     ways: tuple[Value, ...] = ("one", "two") if problem.world_size > 1 else ("one",)
     orders = (("one", 32, 0), ("two", 16, 0), ("one", 32, 1), ("two", 0, 0), ("one", 64, 0), ("two", 8, 0), ("one", 32, -1))
     seeds = [
@@ -85,7 +85,7 @@ def scaled_decomposed(problem: AllGatherGemm, hardware: Hardware) -> VariantSpac
         "copy engines do not put the scales of blocks in the order of one product",
     )
     parameters: dict[str, tuple[Value, ...]] = {"products": ways, "comm": (0, *comms)}
-    parameters |= scaled.parameters(problem, problem.m, hardware)
+    parameters |= scaled.parameters(problem, problem.m, hardware, roles=True)
     return VariantSpace("scaled_decomposed", parameters, (ordered, scaled.whole()), tuple(dict.fromkeys(seeds)))
 
 

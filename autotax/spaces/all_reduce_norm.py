@@ -225,9 +225,9 @@ def _behind_product(
     """The space of a variant behind a product of e4m3, which is a parameter. None without such a product, or without `plain`."""
     if plain is None or problem.front is None:
         return None
-    products = scaled.choices(problem.front, problem.m, hardware)[:3]
+    products = scaled.choices(problem.front, problem.m, hardware, roles=True)[:3]
     seeds = [Config.of(variant, seed.values | product) for seed in plain.seeds[:4] for product in products]
-    parameters = plain.parameters | scaled.parameters(problem.front, problem.m, hardware)
+    parameters = plain.parameters | scaled.parameters(problem.front, problem.m, hardware, roles=True)
     return VariantSpace(variant, parameters, (*plain.constraints, scaled.whole()), tuple(dict.fromkeys(seeds)), plain.former)
 
 

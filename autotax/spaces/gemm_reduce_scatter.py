@@ -11,6 +11,7 @@ from autotax.core.config import Config, Value
 from autotax.core.problem import ITEM_SIZES, ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import LINK_GBPS, Hardware, lanes
+from autotax.kernels.tiling import ProductTile
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.scaled import as_words
@@ -173,10 +174,10 @@ def scaled_decomposed(problem: GemmReduceScatter, hardware: Hardware) -> Variant
     if problem.dtype != "e4m3":
         return None
     plain = _decomposed(problem, hardware)
-    products = scaled.choices(problem, problem.m, hardware)
+    products = scaled.choices(problem, problem.m, hardware, roles=True)
     ways = [*plain.seeds[-2:], *plain.seeds[:-2]]
     seeds = [Config.of("scaled_decomposed", seed.values | products[at]) for at in (0, min(1, len(products) - 1)) for seed in ways]
-    parameters = plain.parameters | scaled.parameters(problem, problem.m, hardware)
+    parameters = plain.parameters | scaled.parameters(problem, problem.m, hardware, roles=True)
     return VariantSpace("scaled_decomposed", parameters, (*plain.constraints, scaled.whole()), tuple(dict.fromkeys(seeds)))
 
 
@@ -190,7 +191,7 @@ def scaled_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace
     sent = (problem.world_size - 1) * problem.m * problem.n * 4
     ordered = shots if sent <= ONE_SHOT_BYTES else shots[::-1]
     parameters = scaled.parameters(problem, rows, hardware, library=False)
-    parameters["product"] = tuple(name for name in parameters["product"] if scaled.Tile.of(name).columns <= 128)
+    parameters["product"] = tuple(name for name in parameters["product"] if ProductTile.of(name).columns <= 128)
     choices = scaled.choices(problem, rows, hardware, library=False, one_program_each=True)
     products = [choice for choice in choices if choice["product"] in parameters["product"]]
     seeds = [Config.of("scaled_words", choice, payload=payload[0], shots=shot) for shot in ordered for choice in products[:4]]
@@ -242,9 +243,9 @@ def scaled_two_kernel(problem: GemmReduceScatter, hardware: Hardware) -> Variant
     """Products of e4m3 with the sums of `two_kernel`."""
     if problem.dtype != "e4m3":
         return None
-    plain, products = _two_kernel(hardware), scaled.choices(problem, problem.m, hardware)
+    plain, products = _two_kernel(hardware), scaled.choices(problem, problem.m, hardware, roles=True)
     seeds = [Config.of("scaled_two_kernel", seed.values | product) for seed in plain.seeds[:2] for product in products[:4]]
-    parameters = plain.parameters | scaled.parameters(problem, problem.m, hardware)
+    parameters = plain.parameters | scaled.parameters(problem, problem.m, hardware, roles=True)
     return VariantSpace("scaled_two_kernel", parameters, (scaled.whole(),), tuple(dict.fromkeys(seeds)))
 
 
@@ -270,9 +271,9 @@ def scaled_two_kernel_words(problem: GemmReduceScatter, hardware: Hardware) -> V
     plain = _two_kernel_words(problem, hardware)
     if problem.dtype != "e4m3" or plain is None:
         return None
-    products = scaled.choices(problem, problem.m, hardware)[:4]
+    products = scaled.choices(problem, problem.m, hardware, roles=True)[:4]
     seeds = [Config.of("scaled_two_kernel_words", seed.values | product) for product in products for seed in plain.seeds[:2]]
-    parameters = plain.parameters | scaled.parameters(problem, problem.m, hardware)
+    parameters = plain.parameters | scaled.parameters(problem, problem.m, hardware, roles=True)
     return VariantSpace("scaled_two_kernel_words", parameters, (*plain.constraints, scaled.whole()), tuple(dict.fromkeys(seeds)))
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from autotax.core.config import Config, Value
 from autotax.core.problem import busy_share, ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
-from autotax.kernels.tiling import MOST_TOGETHER
-from autotax.operators.scaled import FEW_ROWS, GROUP, has_library_product
+from autotax.kernels.tiling import GROUP_ROWS, MOST_TOGETHER, ROLES, ProductTile, staged_columns
+from autotax.operators.scaled import FEW_ROWS, GROUP, as_words, has_library_product
+from autotax.spaces import gemm_roles
 
 LIBRARY = "library"
 TILES: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -27,6 +28,12 @@ ON_AMD: dict[int, tuple[tuple[int, ...], ...]] = {
     rows: tuple(dict.fromkeys((tile[0], 2, tile[2]) for tile in tiles if tile[0] <= 128)) for rows, tiles in TILES.items()
 }
 ON_CPU: dict[int, tuple[tuple[int, ...], ...]] = {16: ((32, 2, 4), (32, 2, 4, 2)), 32: ((32, 2, 4),)}
+COLUMNS_BY_ROLES = {64: (64, 80, 96, 112, 128, 160), 128: (64, 80, 96, 112, 128, 160, 256)}
+"""Columns of tiles of `specialized_product` by their rows."""
+WARPS, MOST_STAGES, MOST_WITH_ROLES = 4, 8, 6
+"""Warps that multiply 64 rows, most stages, and how many of those tiles a search tries."""
+BYTES_BY_ROLES = 74e3
+"""Bytes that a processor loads in a microsecond. Measured on one H200 at 128 rows of 5120 x 12800 and 8192 x 14336."""
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 BUSY = 0.84
 """The share of its programs' time that a processor must be busy: at 128 x 5120 x 12800 three parts of 40 tiles take 40.4 us, two
@@ -82,23 +89,32 @@ def tiles(problem: Any, rows: int, hardware: Hardware) -> tuple[Value, ...]:
     return tuple("x".join(map(str, tile)) for tile in high)
 
 
-class Tile(NamedTuple):
-    """A product of Triton's as its name says: 64x128x5x4, or 64x128x2x4x2 with strips of twice 128 columns of K."""
+def tiles_with_roles(problem: Any, rows: int, hardware: Hardware) -> list[Value]:
+    """Tiles of `specialized_product`, of the least estimated time first. None where the GPU or the matrices do not allow it."""
+    if problem.operand != "e4m3" or problem.k % 2 or not gemm_roles.have_roles(as_words(problem), hardware):
+        return []
+    strips = 2 if problem.k % (2 * GROUP) == 0 else 1
+    names = []
+    for high in COLUMNS_BY_ROLES if rows > GROUP_ROWS else [GROUP_ROWS]:
+        for wide in BLOCKS_OF_ONE_SCALE if problem.scales == "block" else COLUMNS_BY_ROLES[high]:
+            room = hardware.shared_memory - gemm_roles.BARRIER_BYTES - 2 * high * staged_columns(wide, MOST_STAGES)
+            stages = min(MOST_STAGES, room // ((high + wide) * GROUP))
+            names.append(ROLES + "x".join(map(str, (high, wide, stages, high // GROUP_ROWS * WARPS, strips))))
+    return sorted(names, key=lambda name: _time_with_roles(name, problem, rows, hardware))[:MOST_WITH_ROLES]
 
-    rows: int
-    columns: int
-    stages: int
-    warps: int
-    strips: int = 1
 
-    @classmethod
-    def of(cls, name: Value) -> Tile:
-        return cls(*map(int, str(name).split("x")))
+def _time_with_roles(name: Value, problem: Any, rows: int, hardware: Hardware) -> float:
+    """Microseconds that a processor loads blocks and adds up parts, in whole waves of parts."""
+    tile, splits = ProductTile.of(name), splits_for(name, rows, problem.n, hardware)
+    waves = ceil_div(_tiles_of(name, rows, problem.n) * splits, hardware.processors)
+    parts = (splits + 1) * tile.rows * tile.columns * 4 if splits > 1 else 0
+    loaded = waves * ceil_div(problem.k, GROUP * splits) * (tile.rows + tile.columns) * GROUP
+    return (loaded + parts) / BYTES_BY_ROLES
 
 
 def shared_bytes(name: Value) -> int:
     """About the shared memory of a program with these tiles: its stages, and a little for barriers."""
-    tile = Tile.of(name)
+    tile = ProductTile.of(name)
     return (tile.rows + tile.columns) * GROUP * tile.strips * tile.stages + 4096
 
 
@@ -107,14 +123,14 @@ def with_tiles(values: Mapping[str, Value]) -> dict[str, Value]:
     name = values.get("product", LIBRARY)
     if name == LIBRARY:
         return dict(values)
-    rows, columns, stages, warps, strips = Tile.of(name)
+    rows, columns, stages, warps, strips = ProductTile.of(name)
     more = {"block_m": rows, "block_n": columns, "block_k": GROUP * strips, "num_stages": stages, "num_warps": warps}
     return {**values, **more}
 
 
 def _tiles_of(name: Value, rows: int, n: int) -> int:
     """The number of tiles of a product of Triton's."""
-    tile = Tile.of(name)
+    tile = ProductTile.of(name)
     return ceil_div(rows, tile.rows) * ceil_div(n, tile.columns)
 
 
@@ -142,11 +158,19 @@ def splits_at_once(name: Value, rows: int, n: int, hardware: Hardware) -> int:
     return max((splits for splits in SPLITS if splits * count <= hardware.processors), default=1)
 
 
-def parameters(problem: Any, rows: int, hardware: Hardware, *, library: bool = True) -> dict[str, tuple[Value, ...]]:
-    """`product`, the most promising first, and `splits`, its parts along K."""
+def parameters(
+    problem: Any, rows: int, hardware: Hardware, *, library: bool = True, roles: bool = False
+) -> dict[str, tuple[Value, ...]]:
+    """`product`, the most promising first, and `splits`, its parts along K.
+
+    `library`: the vendor's is among the products. `roles`: so are those by warps with roles, where the GPU has them.
+    """
     vendors = (LIBRARY,) if library and has_library_product(problem, hardware) else ()
     made = tiles(problem, rows, hardware)
     names = (made[0], *vendors, *made[1:]) if rows <= FEW_ROWS and hardware.on_gpu else (*vendors, *made)
+    if roles:
+        first, *rest = tiles_with_roles(problem, rows, hardware) or [None]
+        names = tuple(name for name in (first, *names[:2], *rest, *names[2:]) if name)
     return {"product": names, "splits": tuple(splits for splits in SPLITS if splits * GROUP <= max(problem.k, GROUP))}
 
 
@@ -156,18 +180,18 @@ def whole() -> Constraint:
 
 
 def choices(
-    problem: Any, rows: int, hardware: Hardware, *, library: bool = True, one_program_each: bool = False
+    problem: Any, rows: int, hardware: Hardware, *, library: bool = True, roles: bool = False, one_program_each: bool = False
 ) -> list[dict[str, Value]]:
     """Products for seeds: each with the parts that occupy all processors, then Triton's with twice as many.
 
     `one_program_each`: for a kernel with one program a processor, first with `splits_at_once`, then with those that occupy all.
     """
-    space = parameters(problem, rows, hardware, library=library)
+    space = parameters(problem, rows, hardware, library=library, roles=roles)
     choices_: list[dict[str, Value]] = []
     for attempt in (0, 1):
         for name in space["product"]:
             filling = splits_for(name, rows, problem.n, hardware)
-            twice = 1 if name == LIBRARY else 2 * filling
+            twice = filling if name == LIBRARY or str(name).startswith(ROLES) else 2 * filling
             at_once = splits_at_once(name, rows, problem.n, hardware)
             splits = ((at_once, filling) if one_program_each else (filling, twice))[attempt]
             choices_.append({"product": name, "splits": min(splits, int(space["splits"][-1]))})

@@ -21,12 +21,12 @@ from autotax.core.config import Config
 from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.push_specialized import PushSpecialized, load_tiles, poll_tiles, send_shard
 from autotax.kernels.all_gather_gemm.push_words import GROUP_M, THREADS, PushWords, load_a, load_b, receive_words, send_words
-from autotax.kernels.all_gather_gemm.roles import X_ROWS, allocate, store_part, tile_at
+from autotax.kernels.all_gather_gemm.roles import X_ROWS, allocate, tile_at
 from autotax.kernels.all_gather_gemm.scaled_shards import Quantiser
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, LIMIT, leave, note_missing
-from autotax.kernels.scaled_roles import CODES, OVERLAPPING, await_launch, multiply_tile, with_scales
+from autotax.kernels.scaled_roles import CODES, OVERLAPPING, await_launch, multiply_tile, store_boxes, with_scales
 from autotax.kernels.tiling import staged_columns
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.inputs import DTYPES
@@ -83,19 +83,6 @@ def exchange_and_multiply(
         exchange_scales(of_all[0], bases, exchange[8], rank, epoch, WORLD, SCALES, TARGET)
         receive_words(exchange, rank, epoch, rows, cols, WORLD, BY_WORDS, 1, TARGET)
     multiply_scaled(0, of_all, n, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, SCALES, False, GROUPS, Y1, Y2, Y3, STAGES, 1, STRIPS, TARGET)
-
-
-@gluon.jit
-def store_boxes(out, part, staging, row, col, rows, X_IS_B: gl.constexpr, TARGET: gl.constexpr):
-    """Stores a part of a tile: one box of C, or two where a box has half its columns."""
-    WIDE: gl.constexpr = out.block_shape[2]
-    if X_IS_B or part.shape[1] == WIDE:
-        store_part(out, part, staging, row, col, rows, X_IS_B, TARGET)
-    else:
-        gl.static_assert(part.shape[1] == 2 * WIDE)
-        left, right = part.reshape([X_ROWS, 2, WIDE]).permute((0, 2, 1)).split()
-        store_part(out, left, staging, row, col, rows, X_IS_B, TARGET)
-        store_part(out, right, staging, row, col + WIDE, rows, X_IS_B, TARGET)
 
 
 @gluon.jit
