@@ -108,7 +108,7 @@ def _time_with_roles(name: Value, problem: Any, rows: int, hardware: Hardware) -
     tile, splits = ProductTile.of(name), splits_for(name, rows, problem.n, hardware)
     waves = ceil_div(_tiles_of(name, rows, problem.n) * splits, hardware.processors)
     parts = (splits + 1) * tile.rows * tile.columns * 4 if splits > 1 else 0
-    loaded = waves * ceil_div(problem.k, GROUP * splits) * (tile.rows + tile.columns) * GROUP
+    loaded = waves * ceil_div(problem.k, GROUP * splits) * (min(tile.rows, rows) + tile.columns) * GROUP
     return (loaded + parts) / BYTES_BY_ROLES
 
 
