@@ -70,13 +70,15 @@ def multiplied_here(values, factor):
 def multiply_tile(
     GROUP: gl.constexpr, buffers, cols, turn, of_a, stride, of_b,
     SCALES: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
-    DEPTH: gl.constexpr, STRIPS: gl.constexpr, EARLY: gl.constexpr = False,
+    DEPTH: gl.constexpr, STRIPS: gl.constexpr, EARLY: gl.constexpr = False, TURN: gl.constexpr = 0, TURNS: gl.constexpr = 1,
 ):  # fmt: skip
     """The float32 sums of a group's 64 rows of X with each part of Y; `cols` are words. See `roles.multiply_tiles`.
 
     With scales `block`, `of_a` are the addresses of the first scales of the rows of A, `stride` the distance of the next ones,
     and `of_b` the address of the first scale of B, which serves the whole tile. With two STRIPS a group issues the products of both,
     then scales the sum of the first while tensor cores multiply the second. Without such scales tensor cores add up STRIPS strips.
+
+    TURN, TURNS: of the buffers, groups with the same rows multiply every TURNS-th from the TURN-th on. `turn` is the first of all.
 
     EARLY: the scales of some strips are loaded before the strips are needed, since with few rows a load takes longer than the
     product of a strip. When the first strip has arrived, all scales have.
@@ -97,7 +99,8 @@ def multiply_tile(
         for early in gl.static_range(LOADED):
             scales += (gl.load(of_a + gl.minimum(early, last) * stride, cache_modifier=".cg"),)
             scales_b += (gl.load(of_b + gl.minimum(early, last)),)
-    for at in range(0, cols, STEP * BLOCK_K):
+    turn += TURN * (STEP // DEPTH)
+    for at in range(TURN * (STEP * BLOCK_K), cols, TURNS * (STEP * BLOCK_K)):
         first, second, third = one, two, three
         if Y1 + Y2 + Y3 > MOST_TOGETHER:  # part by part
             gl.static_assert(DEPTH == 1 and Y3 == 0 and SCALES != "block")
@@ -173,7 +176,7 @@ def multiply_tile(
                         two += second
                     if Y3:
                         three += third
-        turn += STEP // DEPTH
+        turn += TURNS * (STEP // DEPTH)
     return one, two, three, turn
 
 

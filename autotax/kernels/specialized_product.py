@@ -1,8 +1,11 @@
-"""The product of a rank's codes by warps with roles: a warp loads blocks, one or two groups of four warps multiply. For Hopper.
+"""The product of a rank's codes by warps with roles: a warp loads blocks, groups of four warps multiply. For Hopper.
 
-`scaled_roles` says how groups multiply. X is a block of A, also for few rows: TMA fills rows that A lacks with zeros, which cost
-no transfer. Tiles may be computed in `splits` parts along K. The group that finishes the last part of its rows adds up all parts in
-their order, so equal inputs give equal bits.
+`scaled_roles` says how groups multiply. X is a block of A, also for few rows: rows of X that A lacks are not loaded, and what
+results from them is not stored. A group has 64 rows. Two or three groups may share rows and take turns at the buffers: the adds of
+one hide behind the products of another. The first of them then adds up the sums of all in shared memory.
+
+Tiles may also be computed in `splits` parts along K. The group that finishes the last part of its rows adds up all parts.
+All sums have one order, so equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from autotax.core.problem import ceil_div
+from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.roles import (
     BLOCK_K,
@@ -24,20 +27,25 @@ from autotax.kernels.all_gather_gemm.roles import (
     X_ROWS,
     allocate,
     layout_of,
-    load_groups,
+    load_block,
     load_parts,
     padded,
 )
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.product import grouped
-from autotax.kernels.primitives import count
+from autotax.kernels.primitives import count, settle
 from autotax.kernels.scaled_roles import CODES, OVERLAPPING, await_launch, multiply_tile, store_boxes, with_scales
+from autotax.kernels.tiling import GROUP_ROWS, ProductTile, parts_of, staged_columns
 from autotax.operators.inputs import DTYPES
 
 GROUP_M = gl.constexpr(8)
 """Tiles below each other that are computed side by side, so that they share blocks of B."""
-MOST_REGISTERS = 168
-"""Registers per thread at the launch. The kernel redistributes them among the warps."""
+MOST_REGISTERS = {1: 168, 2: 168, 3: 128, 4: 96}
+"""Registers per thread at the launch, by the number of groups. The kernel redistributes them among the warps."""
+
+
+LEAST_BOX = 8
+"""Fewest rows of A that are loaded at a time: the swizzle of shared memory spans 8."""
 
 
 @gluon.jit
@@ -50,6 +58,15 @@ def part_at(item, m, n, cols, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK
     first = part * steps // SPLITS * (STRIPS * BLOCK_K)
     end = gl.minimum((part + 1) * steps // SPLITS * (STRIPS * BLOCK_K), cols)
     return place // n_tiles * BLOCK_M, place % n_tiles * BLOCK_N, first, end
+
+
+@gluon.jit
+def load_rows(view, row, at, loaded, x, stage, GROUPS: gl.constexpr):
+    """Issues the loads of the rows of X that A may have."""
+    HIGH: gl.constexpr = view.block_shape[0]
+    for group in gl.static_range(GROUPS):
+        place = x.index(stage * GROUPS + group)
+        load_block(view, [row + group * X_ROWS, at], loaded, place if HIGH == X_ROWS else place.slice(0, HIGH, 0))
 
 
 @gluon.jit
@@ -69,9 +86,9 @@ def load_blocks(
             stage = turn % STAGES
             mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
             loaded = full.index(stage)
-            mbarrier.expect(loaded, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+            mbarrier.expect(loaded, (GROUPS * a.block_shape[0] + BLOCK_N) * BLOCK_K * 2)
             load_parts(b, col, at, loaded, y, stage, Y1, Y2, Y3)
-            load_groups(a, row, at, loaded, x, stage, 0, GROUPS, GROUPS)
+            load_rows(a, row, at, loaded, x, stage, GROUPS)
             turn += 1
 
 
@@ -96,18 +113,24 @@ def sum_of_parts(partials, like, FIRST: gl.constexpr, SPLITS: gl.constexpr, STRI
 
 @gluon.jit
 def multiply(
-    GROUP: gl.constexpr, of_all, out, stagings, buffers, share,
-    SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
-    STRIPS: gl.constexpr, TARGET: gl.constexpr,
+    GROUP: gl.constexpr, TURN: gl.constexpr, of_all, out, stagings, buffers, sums, share,
+    SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr,
+    STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """A group: multiplies its 64 rows of each tile. `of_all` are the scales of A, their strides, those of B, and the workspaces."""
+    """A group: multiplies its 64 rows of each tile. `of_all` are the scales of A, their strides, those of B, and the workspaces.
+
+    `sums` are the places (one a part of Y) in which groups leave their sums for the first one with their rows, and two barriers each:
+    a sum lies there, and it was taken.
+    """
     scales_a, stride_m, stride_g, scales_b, partials, finished = of_all
     items, m, n, cols = share
+    places, left, taken = sums
     BLOCK_N: gl.constexpr = Y1 + Y2 + Y3
     PART: gl.constexpr = X_ROWS * BLOCK_N
     side: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, 32]))
     staging = stagings.index(GROUP)
     turn = 0
+    phase = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, col, first, end = part_at(item, m, n, cols, SPLITS, GROUPS * X_ROWS, BLOCK_N, STRIPS)
         row += GROUP * X_ROWS
@@ -116,44 +139,87 @@ def multiply(
         of_a = scales_a + gl.where(inside, r, 0).to(gl.int64) * stride_m
         strip = first // BLOCK_K
         of_b = scales_b + col // CODES * gl.cdiv(2 * cols, CODES) + strip
-        one, two, three, turn = multiply_tile(
-            GROUP, buffers, end - first, turn, of_a + strip * stride_g, stride_g, of_b, SCALES, False, GROUPS, Y1, Y2, Y3, STAGES, 1, STRIPS
-        )
-        complete = item >= 0
-        if SPLITS > 1:
-            tile = item // SPLITS * GROUPS + GROUP
-            parts = partials + gl.cast(tile, gl.int64) * (SPLITS * PART)
-            mine = parts + item % SPLITS * PART
-            gl.store(mine + place_in(one, 0), one)
+        one, two, three, _ = multiply_tile(
+            GROUP, buffers, end - first, turn, of_a + strip * stride_g, stride_g, of_b,
+            SCALES, False, GROUPS, Y1, Y2, Y3, STAGES, 1, STRIPS, False, TURN, TURNS,
+        )  # fmt: skip
+        turn += gl.cdiv(end - first, BLOCK_K)
+        if TURN > 0:
+            place: gl.constexpr = GROUP * (TURNS - 1) + TURN - 1
+            mbarrier.wait(taken.index(place), phase ^ 1)
+            places[0].index(place).store(one)
             if Y2:
-                gl.store(mine + place_in(two, X_ROWS * Y1), two)
+                places[1].index(place).store(two)
             if Y3:
-                gl.store(mine + place_in(three, X_ROWS * (Y1 + Y2)), three)
-            complete = count(finished + tile, TARGET, "gpu") == SPLITS - 1
-            if complete:
-                gl.store(finished + tile, 0)
-                one = sum_of_parts(parts, one, 0, SPLITS, PART)
+                places[2].index(place).store(three)
+            settle(TARGET)
+            mbarrier.arrive(left.index(place))
+        else:
+            for other in gl.static_range(TURNS - 1):
+                place = GROUP * (TURNS - 1) + other
+                mbarrier.wait(left.index(place), phase)
+                one += places[0].index(place).load(one.type.layout)
                 if Y2:
-                    two = sum_of_parts(parts, two, X_ROWS * Y1, SPLITS, PART)
+                    two += places[1].index(place).load(two.type.layout)
                 if Y3:
-                    three = sum_of_parts(parts, three, X_ROWS * (Y1 + Y2), SPLITS, PART)
-        if complete:
-            one = with_scales(one, of_a, inside, scales_b, col, n, SCALES, False)
-            store_boxes(out[0], one, staging, row, col, m, False, TARGET)
-            if Y2:
-                two = with_scales(two, of_a, inside, scales_b, col + Y1, n, SCALES, False)
-                store_boxes(out[1], two, staging, row, col + Y1, m, False, TARGET)
-            if Y3:
-                three = with_scales(three, of_a, inside, scales_b, col + Y1 + Y2, n, SCALES, False)
-                store_boxes(out[2], three, staging, row, col + Y1 + Y2, m, False, TARGET)
+                    three += places[2].index(place).load(three.type.layout)
+                settle(TARGET)
+                mbarrier.arrive(taken.index(place))
+            complete = item >= 0
+            if SPLITS > 1:
+                tile = item // SPLITS * GROUPS + GROUP
+                parts = partials + gl.cast(tile, gl.int64) * (SPLITS * PART)
+                mine = parts + item % SPLITS * PART
+                gl.store(mine + place_in(one, 0), one)
+                if Y2:
+                    gl.store(mine + place_in(two, X_ROWS * Y1), two)
+                if Y3:
+                    gl.store(mine + place_in(three, X_ROWS * (Y1 + Y2)), three)
+                complete = count(finished + tile, TARGET, "gpu") == SPLITS - 1
+                if complete:
+                    gl.store(finished + tile, 0)
+                    one = sum_of_parts(parts, one, 0, SPLITS, PART)
+                    if Y2:
+                        two = sum_of_parts(parts, two, X_ROWS * Y1, SPLITS, PART)
+                    if Y3:
+                        three = sum_of_parts(parts, three, X_ROWS * (Y1 + Y2), SPLITS, PART)
+            if complete:
+                one = with_scales(one, of_a, inside, scales_b, col, n, SCALES, False)
+                store_boxes(out[0], one, staging, row, col, m, False, TARGET)
+                if Y2:
+                    two = with_scales(two, of_a, inside, scales_b, col + Y1, n, SCALES, False)
+                    store_boxes(out[1], two, staging, row, col + Y1, m, False, TARGET)
+                if Y3:
+                    three = with_scales(three, of_a, inside, scales_b, col + Y1 + Y2, n, SCALES, False)
+                    store_boxes(out[2], three, staging, row, col + Y1 + Y2, m, False, TARGET)
+        phase ^= 1
     tma.store_wait(0)
+
+
+@gluon.jit
+def places_of_sums(COUNT: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr):
+    """Shared memory for COUNT sums of 64 rows, one buffer a part of Y, with their barriers; see `multiply`."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 4, [1, 0])
+    one = gl.allocate_shared_memory(gl.float32, [COUNT, X_ROWS, Y1], layout)
+    two = one
+    three = one
+    if Y2:
+        two = gl.allocate_shared_memory(gl.float32, [COUNT, X_ROWS, Y2], layout)
+    if Y3:
+        three = gl.allocate_shared_memory(gl.float32, [COUNT, X_ROWS, Y3], layout)
+    left = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(COUNT):
+        mbarrier.init(left.index(place), count=1)
+        mbarrier.init(taken.index(place), count=1)
+    return (one, two, three), left, taken
 
 
 @gluon.jit(do_not_specialize=["m"])
 def specialized_product_kernel(
     a, b1, b2, b3, out1, out2, out3, scales_a, stride_m, stride_g, scales_b, partials, finished, m, n, cols,
-    SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
-    STRIPS: gl.constexpr, TARGET: gl.constexpr,
+    SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr,
+    STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """`a` [m, cols], `b` [n, cols] and `out` [1, m, n] are TMA descriptors of the boxes of a tile; `cols` are words of two codes."""
     await_launch()
@@ -163,47 +229,75 @@ def specialized_product_kernel(
     share = (items, m, n, cols)
     of_all = (scales_a, stride_m, stride_g, scales_b, partials, finished)
     buffers, stagings = allocate(a, out1, 1, GROUPS, Y1, Y2, Y3, STAGES, 1)
+    sums = (None, None, None)
+    if TURNS > 1:
+        sums = places_of_sums(GROUPS * (TURNS - 1), Y1, Y2, Y3)
     fence_async_shared()
+    ALL: gl.constexpr = GROUPS * TURNS
     # Written out, because the list of functions must be a literal in the call. The last numbers are registers per thread.
-    if GROUPS == 1:
+    if ALL == 1:
         gl.warp_specialize(
             [
-                (multiply, (0, of_all, out, stagings, buffers, share, SCALES, SPLITS, GROUPS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
+                (multiply, (0, 0, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
                 (load_blocks, (a, b, buffers, share, SPLITS, GROUPS, Y1, Y2, Y3, STAGES, STRIPS)),
             ],
             [1],
             [88],
         )  # fmt: skip
-    else:
-        gl.static_assert(GROUPS == 2)
+    elif ALL == 2:
         gl.warp_specialize(
             [
-                (multiply, (0, of_all, out, stagings, buffers, share, SCALES, SPLITS, GROUPS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
-                (multiply, (1, of_all, out, stagings, buffers, share, SCALES, SPLITS, GROUPS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
+                (multiply, (0, 0, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
+                (multiply, (1 // TURNS, 1 % TURNS, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
                 (load_blocks, (a, b, buffers, share, SPLITS, GROUPS, Y1, Y2, Y3, STAGES, STRIPS)),
             ],
             [4, 1],
             [232, 40],
+        )  # fmt: skip
+    elif ALL == 3:
+        gl.warp_specialize(
+            [
+                (multiply, (0, 0, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
+                (multiply, (1 // TURNS, 1 % TURNS, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
+                (multiply, (2 // TURNS, 2 % TURNS, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
+                (load_blocks, (a, b, buffers, share, SPLITS, GROUPS, Y1, Y2, Y3, STAGES, STRIPS)),
+            ],
+            [4, 4, 1],
+            [152, 152, 40],
+        )  # fmt: skip
+    else:
+        gl.static_assert(ALL == 4)
+        gl.warp_specialize(
+            [
+                (multiply, (0, 0, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
+                (multiply, (1 // TURNS, 1 % TURNS, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
+                (multiply, (2 // TURNS, 2 % TURNS, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
+                (multiply, (3 // TURNS, 3 % TURNS, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
+                (load_blocks, (a, b, buffers, share, SPLITS, GROUPS, Y1, Y2, Y3, STAGES, STRIPS)),
+            ],
+            [4, 4, 4, 1],
+            [104, 104, 104, 40],
         )  # fmt: skip
 
 
 class SpecializedProduct:
     """Products of A [., k] and B [n, k] for one tile, with workspaces for `rows` rows of A or fewer."""
 
-    def __init__(self, tile: Any, splits: int, problem: Any, rows: int, context: Context) -> None:
-        """Args: tile: rows, columns, stages, warps and strips, as `spaces.scaled.Tile` has them."""
+    def __init__(self, tile: ProductTile, splits: int, problem: Any, rows: int, context: Context) -> None:
         self.context, self.problem, self.tile, self.splits = context, problem, tile, splits
-        self.parts = tiling.parts_of(tile.columns)
-        staged = tiling.staged_columns(tile.columns, tile.stages)
-        self.boxes = [[part, tiling.BLOCK_K] for part in self.parts]
-        self.boxes_out = [[1, tiling.GROUP_ROWS, min(part, staged)] for part in self.parts]
+        self.parts = parts_of(tile.columns)
+        staged = staged_columns(tile.columns, tile.stages)
+        groups, threads = tile.rows // GROUP_ROWS, tile.warps // 4
+        self.box_a = [min(GROUP_ROWS, max(LEAST_BOX, power_of_two(rows))), tiling.BLOCK_K]
+        self.boxes_b = [[part, tiling.BLOCK_K] for part in self.parts]
+        self.boxes_out = [[1, GROUP_ROWS, min(part, staged)] for part in self.parts]
         tiles = ceil_div(rows, tile.rows) * ceil_div(problem.n, tile.columns) if splits > 1 else 0
         self.partials = context.empty((max(1, tiles * splits * tile.rows * tile.columns),), torch.float32)
-        self.finished = context.empty((max(1, tiles * (tile.rows // tiling.GROUP_ROWS)),), torch.int32).zero_()
+        self.finished = context.empty((max(1, tiles * groups),), torch.int32).zero_()
         self.constants = {
-            "SCALES": problem.scales, "SPLITS": splits, "GROUPS": tile.rows // tiling.GROUP_ROWS,
+            "SCALES": problem.scales, "SPLITS": splits, "GROUPS": groups, "TURNS": threads // groups,
             **{f"Y{number}": part for number, part in enumerate(padded(self.parts, MOST_PARTS, 0), 1)},
-            "STAGES": tile.stages, "STRIPS": tile.strips, "num_warps": 4, "maxnreg": MOST_REGISTERS,
+            "STAGES": tile.stages, "STRIPS": tile.strips, "num_warps": 4, "maxnreg": MOST_REGISTERS[threads],
         } | OVERLAPPING  # fmt: skip
 
     def view(self, matrix: Tensor, box: list[int]) -> TensorDescriptor:
@@ -211,14 +305,13 @@ class SpecializedProduct:
 
     def __call__(self, a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
         """out [m, n] = A [m, k] @ B [n, k].T, for codes with their scales."""
-        word, problem = DTYPES[self.problem.result], self.problem
+        word, problem, tile = DTYPES[self.problem.result], self.problem, self.tile
         codes, weight = a.view(word), b.view(word)
         strides = scales_a.stride() if scales_a.dim() == 2 else (0, 0)
-        items = ceil_div(len(a), self.tile.rows) * ceil_div(problem.n, self.tile.columns) * self.splits
+        items = ceil_div(len(a), tile.rows) * ceil_div(problem.n, tile.columns) * self.splits
         self.context.launch(
             specialized_product_kernel, (min(items, self.context.processors),),
-            self.view(codes, [tiling.GROUP_ROWS, tiling.BLOCK_K]),
-            *padded([self.view(weight, box) for box in self.boxes], MOST_PARTS, None),
+            self.view(codes, self.box_a), *padded([self.view(weight, box) for box in self.boxes_b], MOST_PARTS, None),
             *padded([self.view(out[None], box) for box in self.boxes_out], MOST_PARTS, None),
             scales_a, *strides, scales_b, self.partials, self.finished, len(a), problem.n, problem.k // 2,
             **self.constants,
