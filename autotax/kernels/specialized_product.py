@@ -125,6 +125,8 @@ def multiply(
     scales_a, stride_m, stride_g, scales_b, partials, finished = of_all
     items, m, n, cols = share
     places, left, taken = sums
+    # Each buffer then has one group, so that no group waits for a later load of a buffer than the next one.
+    gl.static_assert(TURNS == 1 or STAGES % (TURNS * STRIPS) == 0)
     BLOCK_N: gl.constexpr = Y1 + Y2 + Y3
     PART: gl.constexpr = X_ROWS * BLOCK_N
     side: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, 32]))
