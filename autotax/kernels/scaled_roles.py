@@ -78,7 +78,8 @@ def multiply_tile(
     and `of_b` the address of the first scale of B, which serves the whole tile. With two STRIPS a group issues the products of both,
     then scales the sum of the first while tensor cores multiply the second. Without such scales tensor cores add up STRIPS strips.
 
-    TURN, TURNS: of the buffers, groups with the same rows multiply every TURNS-th from the TURN-th on. `turn` is the first of all.
+    TURNS groups with the same rows take turns at the buffers. A buffer always has the same group: no group may wait for a load of
+    a buffer before the one between that and its last, since a barrier tells only two neighbouring loads apart.
 
     EARLY: the scales of some strips are loaded before the strips are needed, since with few rows a load takes longer than the
     product of a strip. When the first strip has arrived, all scales have.
@@ -99,8 +100,13 @@ def multiply_tile(
         for early in gl.static_range(LOADED):
             scales += (gl.load(of_a + gl.minimum(early, last) * stride, cache_modifier=".cg"),)
             scales_b += (gl.load(of_b + gl.minimum(early, last)),)
-    turn += TURN * (STEP // DEPTH)
-    for at in range(TURN * (STEP * BLOCK_K), cols, TURNS * (STEP * BLOCK_K)):
+    start = 0
+    if TURNS > 1:
+        gl.static_assert(STAGES * DEPTH % (TURNS * STEP) == 0)
+        skipped = (TURN + TURNS - turn * DEPTH // STEP % TURNS) % TURNS
+        start = skipped * (STEP * BLOCK_K)
+        turn += skipped * (STEP // DEPTH)
+    for at in range(start, cols, TURNS * (STEP * BLOCK_K)):
         first, second, third = one, two, three
         if Y1 + Y2 + Y3 > MOST_TOGETHER:  # part by part
             gl.static_assert(DEPTH == 1 and Y3 == 0 and SCALES != "block")

@@ -1,8 +1,8 @@
 """The product of a rank's codes by warps with roles: a warp loads blocks, groups of four warps multiply. For Hopper.
 
 `scaled_roles` says how groups multiply. X is a block of A, also for few rows: rows of X that A lacks are not loaded, and what
-results from them is not stored. A group has 64 rows. Two or three groups may share rows and take turns at the buffers: the adds of
-one hide behind the products of another. The first of them then adds up the sums of all in shared memory.
+results from them is not stored. A group has 64 rows. Two groups may share rows and take turns at the buffers: the adds of one
+hide behind the products of the other. One of them then adds up the sums of both, by way of shared memory.
 
 Tiles may also be computed in `splits` parts along K. The group that finishes the last part of its rows adds up all parts.
 All sums have one order, so equal inputs give equal bits.
@@ -40,7 +40,7 @@ from autotax.operators.inputs import DTYPES
 
 GROUP_M = gl.constexpr(8)
 """Tiles below each other that are computed side by side, so that they share blocks of B."""
-MOST_REGISTERS = {1: 168, 2: 168, 3: 128, 4: 96}
+MOST_REGISTERS = {1: 168, 2: 168, 4: 96}
 """Registers per thread at the launch, by the number of groups. The kernel redistributes them among the warps."""
 
 
@@ -125,8 +125,6 @@ def multiply(
     scales_a, stride_m, stride_g, scales_b, partials, finished = of_all
     items, m, n, cols = share
     places, left, taken = sums
-    # Each buffer then has one group, so that no group waits for a later load of a buffer than the next one.
-    gl.static_assert(TURNS == 1 or STAGES % (TURNS * STRIPS) == 0)
     BLOCK_N: gl.constexpr = Y1 + Y2 + Y3
     PART: gl.constexpr = X_ROWS * BLOCK_N
     side: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, 32]))
@@ -255,17 +253,6 @@ def specialized_product_kernel(
             ],
             [4, 1],
             [232, 40],
-        )  # fmt: skip
-    elif ALL == 3:
-        gl.warp_specialize(
-            [
-                (multiply, (0, 0, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
-                (multiply, (1 // TURNS, 1 % TURNS, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
-                (multiply, (2 // TURNS, 2 % TURNS, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
-                (load_blocks, (a, b, buffers, share, SPLITS, GROUPS, Y1, Y2, Y3, STAGES, STRIPS)),
-            ],
-            [4, 4, 1],
-            [152, 152, 40],
         )  # fmt: skip
     else:
         gl.static_assert(ALL == 4)
