@@ -40,8 +40,8 @@ from autotax.operators.inputs import DTYPES
 
 GROUP_M = gl.constexpr(8)
 """Tiles below each other that are computed side by side, so that they share blocks of B."""
-MOST_REGISTERS = {1: 168, 2: 168, 4: 96}
-"""Registers per thread at the launch, by the number of groups. The kernel redistributes them among the warps."""
+MOST_REGISTERS = 168
+"""Registers per thread at the launch. The kernel redistributes them among the warps."""
 
 
 LEAST_BOX = 8
@@ -119,8 +119,8 @@ def multiply(
 ):  # fmt: skip
     """A group: multiplies its 64 rows of each tile. `of_all` are the scales of A, their strides, those of B, and the workspaces.
 
-    `sums` are the places (one a part of Y) in which groups leave their sums for the first one with their rows, and two barriers each:
-    a sum lies there, and it was taken.
+    `sums` is the place of `place_of_sums`, in which the second of two groups leaves its sums for the first, and two barriers: sums
+    lie there, and they were taken.
     """
     scales_a, stride_m, stride_g, scales_b, partials, finished = of_all
     items, m, n, cols = share
@@ -145,26 +145,24 @@ def multiply(
         )  # fmt: skip
         turn += gl.cdiv(end - first, BLOCK_K)
         if TURN > 0:
-            place: gl.constexpr = GROUP * (TURNS - 1) + TURN - 1
-            mbarrier.wait(taken.index(place), phase ^ 1)
-            places[0].index(place).store(one)
+            mbarrier.wait(taken, phase ^ 1)
+            places[0].store(one)
             if Y2:
-                places[1].index(place).store(two)
+                places[1].store(two)
             if Y3:
-                places[2].index(place).store(three)
+                places[2].store(three)
             settle(TARGET)
-            mbarrier.arrive(left.index(place))
+            mbarrier.arrive(left)
         else:
-            for other in gl.static_range(TURNS - 1):
-                place = GROUP * (TURNS - 1) + other
-                mbarrier.wait(left.index(place), phase)
-                one += places[0].index(place).load(one.type.layout)
+            if TURNS > 1:
+                mbarrier.wait(left, phase)
+                one += places[0].load(one.type.layout)
                 if Y2:
-                    two += places[1].index(place).load(two.type.layout)
+                    two += places[1].load(two.type.layout)
                 if Y3:
-                    three += places[2].index(place).load(three.type.layout)
+                    three += places[2].load(three.type.layout)
                 settle(TARGET)
-                mbarrier.arrive(taken.index(place))
+                mbarrier.arrive(taken)
             complete = item >= 0
             if SPLITS > 1:
                 tile = item // SPLITS * GROUPS + GROUP
@@ -197,21 +195,20 @@ def multiply(
 
 
 @gluon.jit
-def places_of_sums(COUNT: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr):
-    """Shared memory for COUNT sums of 64 rows, one buffer a part of Y, with their barriers; see `multiply`."""
+def place_of_sums(Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr):
+    """Shared memory for the sums of a group, one buffer a part of Y, with two barriers; see `multiply`."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 4, [1, 0])
-    one = gl.allocate_shared_memory(gl.float32, [COUNT, X_ROWS, Y1], layout)
+    one = gl.allocate_shared_memory(gl.float32, [X_ROWS, Y1], layout)
     two = one
     three = one
     if Y2:
-        two = gl.allocate_shared_memory(gl.float32, [COUNT, X_ROWS, Y2], layout)
+        two = gl.allocate_shared_memory(gl.float32, [X_ROWS, Y2], layout)
     if Y3:
-        three = gl.allocate_shared_memory(gl.float32, [COUNT, X_ROWS, Y3], layout)
-    left = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(COUNT):
-        mbarrier.init(left.index(place), count=1)
-        mbarrier.init(taken.index(place), count=1)
+        three = gl.allocate_shared_memory(gl.float32, [X_ROWS, Y3], layout)
+    left = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(left, count=1)
+    mbarrier.init(taken, count=1)
     return (one, two, three), left, taken
 
 
@@ -231,11 +228,11 @@ def specialized_product_kernel(
     buffers, stagings = allocate(a, out1, 1, GROUPS, Y1, Y2, Y3, STAGES, 1)
     sums = (None, None, None)
     if TURNS > 1:
-        sums = places_of_sums(GROUPS * (TURNS - 1), Y1, Y2, Y3)
+        sums = place_of_sums(Y1, Y2, Y3)
     fence_async_shared()
-    ALL: gl.constexpr = GROUPS * TURNS
+    gl.static_assert(GROUPS * TURNS <= 2)
     # Written out, because the list of functions must be a literal in the call. The last numbers are registers per thread.
-    if ALL == 1:
+    if GROUPS * TURNS == 1:
         gl.warp_specialize(
             [
                 (multiply, (0, 0, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
@@ -244,7 +241,7 @@ def specialized_product_kernel(
             [1],
             [88],
         )  # fmt: skip
-    elif ALL == 2:
+    else:
         gl.warp_specialize(
             [
                 (multiply, (0, 0, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
@@ -253,19 +250,6 @@ def specialized_product_kernel(
             ],
             [4, 1],
             [232, 40],
-        )  # fmt: skip
-    else:
-        gl.static_assert(ALL == 4)
-        gl.warp_specialize(
-            [
-                (multiply, (0, 0, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
-                (multiply, (1 // TURNS, 1 % TURNS, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
-                (multiply, (2 // TURNS, 2 % TURNS, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
-                (multiply, (3 // TURNS, 3 % TURNS, of_all, out, stagings, buffers, sums, share, SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET)),
-                (load_blocks, (a, b, buffers, share, SPLITS, GROUPS, Y1, Y2, Y3, STAGES, STRIPS)),
-            ],
-            [4, 4, 4, 1],
-            [104, 104, 104, 40],
         )  # fmt: skip
 
 
@@ -276,7 +260,7 @@ class SpecializedProduct:
         self.context, self.problem, self.tile, self.splits = context, problem, tile, splits
         self.parts = parts_of(tile.columns)
         staged = staged_columns(tile.columns, tile.stages)
-        groups, threads = tile.rows // GROUP_ROWS, tile.warps // 4
+        groups = tile.rows // GROUP_ROWS
         self.box_a = [min(GROUP_ROWS, max(LEAST_BOX, power_of_two(rows))), tiling.BLOCK_K]
         self.boxes_b = [[part, tiling.BLOCK_K] for part in self.parts]
         self.boxes_out = [[1, GROUP_ROWS, min(part, staged)] for part in self.parts]
@@ -284,9 +268,9 @@ class SpecializedProduct:
         self.partials = context.empty((max(1, tiles * splits * tile.rows * tile.columns),), torch.float32)
         self.finished = context.empty((max(1, tiles * groups),), torch.int32).zero_()
         self.constants = {
-            "SCALES": problem.scales, "SPLITS": splits, "GROUPS": groups, "TURNS": threads // groups,
+            "SCALES": problem.scales, "SPLITS": splits, "GROUPS": groups, "TURNS": tile.warps // (4 * groups),
             **{f"Y{number}": part for number, part in enumerate(padded(self.parts, MOST_PARTS, 0), 1)},
-            "STAGES": tile.stages, "STRIPS": tile.strips, "num_warps": 4, "maxnreg": MOST_REGISTERS[threads],
+            "STAGES": tile.stages, "STRIPS": tile.strips, "num_warps": 4, "maxnreg": MOST_REGISTERS,
         } | OVERLAPPING  # fmt: skip
 
     def view(self, matrix: Tensor, box: list[int]) -> TensorDescriptor:

@@ -10,7 +10,7 @@ from autotax.core.config import Config, Value
 from autotax.core.problem import busy_share, ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
-from autotax.kernels.tiling import GROUP_ROWS, MOST_TOGETHER, ROLES, ProductTile, staged_columns
+from autotax.kernels.tiling import GROUP_ROWS, MOST_TOGETHER, PART_ROWS, ROLES, ProductTile, parts_of
 from autotax.operators.scaled import FEW_ROWS, GROUP, as_words, has_library_product
 from autotax.spaces import gemm_roles
 
@@ -28,12 +28,19 @@ ON_AMD: dict[int, tuple[tuple[int, ...], ...]] = {
     rows: tuple(dict.fromkeys((tile[0], 2, tile[2]) for tile in tiles if tile[0] <= 128)) for rows, tiles in TILES.items()
 }
 ON_CPU: dict[int, tuple[tuple[int, ...], ...]] = {16: ((32, 2, 4), (32, 2, 4, 2)), 32: ((32, 2, 4),)}
-COLUMNS_BY_ROLES = {64: (64, 80, 96, 112, 128, 160), 128: (64, 80, 96, 112, 128, 160, 256)}
+COLUMNS_BY_ROLES = {64: (64, 80, 96, 112, 128, 160), 128: (64, 80, 96, 112, 128, 160)}
 """Columns of tiles of `specialized_product` by their rows."""
-WARPS, MOST_STAGES, MOST_WITH_ROLES = 4, 8, 6
-"""Warps that multiply 64 rows, most stages, and how many of those tiles a search tries."""
-BYTES_BY_ROLES = 74e3
-"""Bytes that a processor loads in a microsecond. Measured on one H200 at 128 rows of 5120 x 12800 and 8192 x 14336."""
+WARPS, MOST_WITH_ROLES = 4, 8
+"""Warps of a group that multiplies 64 rows, and how many of those tiles a search tries."""
+STRIP_US = {"block": ((0.2, 0.0012), (0.1, 0.001))}
+USUAL_STRIP_US = ((0.07, 0.001), (0.07, 0.001))
+"""Microseconds of a strip of 128 columns of K in such a tile: of a strip, and of each row and column, where one group has its
+rows and where two take turns. By scales; measured on one H200, as are those below, at 1 to 512 rows.
+"""
+PARTS_US, PART_US = 2.5, 1.0
+"""Microseconds that it takes to add up the parts of a tile, and those of each part."""
+READ_GBPS, HIDDEN = 3600.0, 0.8
+"""GB/s at which such a product reads B, and the share of the shorter of loads and multiplications that the other hides."""
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 BUSY = 0.84
 """The share of its programs' time that a processor must be busy: at 128 x 5120 x 12800 three parts of 40 tiles take 40.4 us, two
@@ -90,26 +97,43 @@ def tiles(problem: Any, rows: int, hardware: Hardware) -> tuple[Value, ...]:
 
 
 def tiles_with_roles(problem: Any, rows: int, hardware: Hardware) -> list[Value]:
-    """Tiles of `specialized_product`, of the least estimated time first. None where the GPU or the matrices do not allow it."""
+    """Tiles of `specialized_product`, of the least estimated time first. None where the GPU or the matrices do not allow it.
+
+    Each has as many stages as fit, since loads take longer than products.
+    """
     if problem.operand != "e4m3" or problem.k % 2 or not gemm_roles.have_roles(as_words(problem), hardware):
         return []
-    strips = 2 if problem.k % (2 * GROUP) == 0 else 1
     names = []
     for high in COLUMNS_BY_ROLES if rows > GROUP_ROWS else [GROUP_ROWS]:
         for wide in BLOCKS_OF_ONE_SCALE if problem.scales == "block" else COLUMNS_BY_ROLES[high]:
-            room = hardware.shared_memory - gemm_roles.BARRIER_BYTES - 2 * high * staged_columns(wide, MOST_STAGES)
-            stages = min(MOST_STAGES, room // ((high + wide) * GROUP))
-            names.append(ROLES + "x".join(map(str, (high, wide, stages, high // GROUP_ROWS * WARPS, strips))))
-    return sorted(names, key=lambda name: _time_with_roles(name, problem, rows, hardware))[:MOST_WITH_ROLES]
+            for turns in (1, 2)[: 2 * GROUP_ROWS // high]:
+                sums = 4 * high * wide if turns > 1 else 0
+                room = hardware.shared_memory - gemm_roles.BARRIER_BYTES - 2 * high * min(parts_of(wide)[0], PART_ROWS) - sums
+                fitting = room // ((high + wide) * GROUP)
+                # Groups that take turns need a multiple of their strips: see `multiply_tile`. Many single strips beat few pairs.
+                strips = 2 if problem.k % (2 * GROUP) == 0 and fitting // (2 * turns) * 2 * turns >= fitting - 1 else 1
+                stages = fitting // (strips * turns) * strips * turns if turns > 1 else fitting
+                names.append(ROLES + "x".join(map(str, (high, wide, stages, high // GROUP_ROWS * turns * WARPS, strips))))
+
+    def time(name: Value) -> float:
+        return _time_with_roles(name, splits_with_roles(name, problem, rows, hardware), problem, rows, hardware)
+
+    return sorted(names, key=time)[:MOST_WITH_ROLES]
 
 
-def _time_with_roles(name: Value, problem: Any, rows: int, hardware: Hardware) -> float:
-    """Microseconds that a processor loads blocks and adds up parts, in whole waves of parts."""
-    tile, splits = ProductTile.of(name), splits_for(name, rows, problem.n, hardware)
+def splits_with_roles(name: Value, problem: Any, rows: int, hardware: Hardware) -> int:
+    """The parts along K of the least estimated time."""
+    return min(SPLITS, key=lambda splits: _time_with_roles(name, splits, problem, rows, hardware))
+
+
+def _time_with_roles(name: Value, splits: int, problem: Any, rows: int, hardware: Hardware) -> float:
+    """Microseconds of a product: those of a processor, in whole waves of parts of tiles, and of reading B."""
+    tile = ProductTile.of(name)
     waves = ceil_div(_tiles_of(name, rows, problem.n) * splits, hardware.processors)
-    parts = (splits + 1) * tile.rows * tile.columns * 4 if splits > 1 else 0
-    loaded = waves * ceil_div(problem.k, GROUP * splits) * (min(tile.rows, rows) + tile.columns) * GROUP
-    return (loaded + parts) / BYTES_BY_ROLES
+    least, each = STRIP_US.get(problem.scales, USUAL_STRIP_US)[tile.warps * GROUP_ROWS > tile.rows * WARPS]
+    multiplied = waves * ceil_div(problem.k, GROUP * splits) * (least + each * (tile.rows + tile.columns))
+    loaded = problem.n * problem.k / (READ_GBPS * 1e3)
+    return max(multiplied, loaded) + (1 - HIDDEN) * min(multiplied, loaded) + (PARTS_US + PART_US * splits if splits > 1 else 0)
 
 
 def shared_bytes(name: Value) -> int:
@@ -190,8 +214,11 @@ def choices(
     choices_: list[dict[str, Value]] = []
     for attempt in (0, 1):
         for name in space["product"]:
+            if str(name).startswith(ROLES):
+                choices_.append({"product": name, "splits": splits_with_roles(name, problem, rows, hardware)})
+                continue
             filling = splits_for(name, rows, problem.n, hardware)
-            twice = filling if name == LIBRARY or str(name).startswith(ROLES) else 2 * filling
+            twice = 1 if name == LIBRARY else 2 * filling
             at_once = splits_at_once(name, rows, problem.n, hardware)
             splits = ((at_once, filling) if one_program_each else (filling, twice))[attempt]
             choices_.append({"product": name, "splits": min(splits, int(space["splits"][-1]))})
