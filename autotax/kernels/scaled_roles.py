@@ -14,10 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.roles import BLOCK_K, X_ROWS, reinterpret, store_part
+from autotax.kernels.primitives import arithmetic
 
 CODES = gl.constexpr(2 * BLOCK_K)
 """Codes of a strip, which share a scale with scales `block`."""
 MOST_TOGETHER = gl.constexpr(tiling.MOST_TOGETHER)
+steps_before = arithmetic(tiling.steps_before)
 
 OVERLAPPING = {"launch_pdl": True}
 """The option of a launch that may begin while the kernel before it ends. Such a kernel begins with `await_launch`."""
@@ -103,7 +105,7 @@ def multiply_tile(
     start = 0
     if TURNS > 1:
         gl.static_assert(STAGES * DEPTH % (TURNS * STEP) == 0)
-        skipped = (TURN + TURNS - turn * DEPTH // STEP % TURNS) % TURNS
+        skipped = steps_before(turn * DEPTH // STEP, TURN, TURNS)
         start = skipped * (STEP * BLOCK_K)
         turn += skipped * (STEP // DEPTH)
     for at in range(start, cols, TURNS * (STEP * BLOCK_K)):

@@ -248,6 +248,14 @@ class ProductTile(NamedTuple):
         return cls(*map(int, str(name).removeprefix(ROLES).split("x")))
 
 
+def steps_before(step, group, groups):
+    """How many steps of a tile, whose first is the step-th of a program, come before the first of a group. Groups take turns.
+
+    The group of a step is the rest of its number, so a buffer has one group if there is a multiple of `groups` steps of buffers.
+    """
+    return (group + groups - step % groups) % groups
+
+
 # A box is GROUP_ROWS x BLOCK_K. Boxes are sent chunk by chunk of rows, and within a chunk strip by strip of BLOCK_K columns.
 # Kernels compile the functions below, which therefore use no global constants.
 

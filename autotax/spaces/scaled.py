@@ -103,7 +103,7 @@ def tiles_with_roles(problem: Any, rows: int, hardware: Hardware) -> list[Value]
     """
     if problem.operand != "e4m3" or problem.k % 2 or not gemm_roles.have_roles(as_words(problem), hardware):
         return []
-    names = []
+    names: list[Value] = []
     for high in COLUMNS_BY_ROLES if rows > GROUP_ROWS else [GROUP_ROWS]:
         for wide in BLOCKS_OF_ONE_SCALE if problem.scales == "block" else COLUMNS_BY_ROLES[high]:
             for turns in (1, 2)[: 2 * GROUP_ROWS // high]:
@@ -193,8 +193,8 @@ def parameters(
     made = tiles(problem, rows, hardware)
     names = (made[0], *vendors, *made[1:]) if rows <= FEW_ROWS and hardware.on_gpu else (*vendors, *made)
     if roles:
-        first, *rest = tiles_with_roles(problem, rows, hardware) or [None]
-        names = tuple(name for name in (first, *names[:2], *rest, *names[2:]) if name)
+        ours = tiles_with_roles(problem, rows, hardware)
+        names = (*ours[:1], *names[:2], *ours[1:], *names[2:])
     return {"product": names, "splits": tuple(splits for splits in SPLITS if splits * GROUP <= max(problem.k, GROUP))}
 
 

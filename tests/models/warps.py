@@ -93,6 +93,9 @@ class Shared:
     def permute(self, sides: tuple[int, ...]) -> Shared:
         return Shared(self.memory.transpose(sides))
 
+    def slice(self, first: int, count: int, _: int) -> Shared:
+        return Shared(self.memory[first : first + count])
+
     def store(self, block: np.ndarray) -> None:
         self.memory[...] = block
 
@@ -158,7 +161,9 @@ def _store_wait(_: int) -> None:
         here.unwritten.append((view, at, block.memory.copy()))
 
 
-def _assembly(text: str, *_: Any, **__: Any) -> int:
+def _assembly(text: str, _: str = "", operands: Any = (), *__: Any, **___: Any) -> Any:
+    if text.startswith("mul.f32"):
+        return operands[0] * operands[1]
     if "wait_group 0" in text:
         assert not here.unread
         _dawdle()
@@ -196,8 +201,10 @@ def _load(pointer: Pointer, mask: Any = True, other: float = 0.0, cache_modifier
 
 
 def _store(pointer: Pointer, block: np.ndarray, mask: Any = True) -> None:
+    block = np.asarray(block)
     at, mask = np.broadcast_to(pointer.at, block.shape), np.broadcast_to(mask, block.shape)
-    assert np.isnan(pointer.memory[at[mask]]).all(), "an element is stored twice"
+    counts = pointer.memory.dtype.kind == "i"
+    assert counts or np.isnan(pointer.memory[at[mask]]).all(), "an element is stored twice"
     pointer.memory[at[mask]] = block[mask]
 
 
@@ -212,6 +219,16 @@ def _wait_first(flags: list[np.ndarray], first: int, count: int, source: int, ep
         assert not stopped.is_set(), "another rank has failed"
         assert time.monotonic() < end, f"rank {here.rank} waits for a flag of rank {source} that is never set"
         time.sleep(2e-5)
+
+
+_counting = threading.Lock()
+
+
+def _count(word: Pointer, *_: Any) -> int:
+    """See `primitives.count`."""
+    with _counting:
+        word.memory[word.at] += 1
+        return int(word.memory[word.at]) - 1
 
 
 def _set_flag(flag: tuple[list[np.ndarray], int, int], epoch: int, **_: Any) -> None:
@@ -302,13 +319,13 @@ gluon_language = SimpleNamespace(
     arange=lambda first, end, layout: np.arange(first, end).view(Array),  # noqa: ARG005
     inline_asm_elementwise=_assembly, atomic_xchg=_set_flag, allocate_shared_memory=_shared, warp_specialize=_specialize,
     constexpr=None, SliceLayout=_nothing, BlockedLayout=_nothing, NVMMADistributedLayout=_nothing, NVMMASharedLayout=_nothing,
-    DotOperandLayout=_nothing,
+    DotOperandLayout=_nothing, SwizzledSharedLayout=_nothing,
 )  # fmt: skip
 FAKES: dict[str, Any] = {
     "gl": gluon_language, "tl": gluon_language,
     "mbarrier": SimpleNamespace(wait=Barrier.wait, arrive=_arrive, expect=_expect, init=_init, MBarrierLayout=_nothing),
     "tma": SimpleNamespace(store_wait=_store_wait),
-    "warpgroup_mma": _product, "warpgroup_mma_wait": _products_wait, "fence_async_shared": _nothing, "settle": _nothing,
+    "warpgroup_mma": _product, "warpgroup_mma_wait": _products_wait, "fence_async_shared": _nothing, "settle": _nothing, "count": _count,
     "load_block": _load_block, "store_block": _store_block, "wait_first": _wait_first,
     "reinterpret": lambda block, dtype, shape, _: (
         Codes(block.memory) if dtype == "codes" else Shared(block.memory.reshape(shape))
