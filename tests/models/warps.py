@@ -325,8 +325,8 @@ FAKES: dict[str, Any] = {
     "gl": gluon_language, "tl": gluon_language,
     "mbarrier": SimpleNamespace(wait=Barrier.wait, arrive=_arrive, expect=_expect, init=_init, MBarrierLayout=_nothing),
     "tma": SimpleNamespace(store_wait=_store_wait),
-    "warpgroup_mma": _product, "warpgroup_mma_wait": _products_wait, "fence_async_shared": _nothing, "settle": _nothing, "count": _count,
-    "load_block": _load_block, "store_block": _store_block, "wait_first": _wait_first,
+    "warpgroup_mma": _product, "warpgroup_mma_wait": _products_wait, "fence_async_shared": _nothing, "settle": _nothing,
+    "load_block": _load_block, "store_block": _store_block, "wait_first": _wait_first, "count": _count,
     "reinterpret": lambda block, dtype, shape, _: (
         Codes(block.memory) if dtype == "codes" else Shared(block.memory.reshape(shape))
     ),
