@@ -37,8 +37,10 @@ USUAL_STRIP_US = ((0.07, 0.001), (0.07, 0.001))
 """Microseconds of a strip of 128 columns of K in such a tile: of a strip, and of each row and column, where one group has its
 rows and where two take turns. By scales; measured on one H200, as are those below, at 1 to 512 rows.
 """
-PARTS_US, PART_US = 2.5, 1.0
-"""Microseconds that it takes to add up the parts of a tile, and those of each part."""
+PARTS_US, PART_US = 3.0, 1.0
+"""Microseconds that it takes to store a part of a tile, and to add one up."""
+BEST_WITH_ROLES = range(33, 129)
+"""Rows of A at which such a product is the fastest of all, mostly: 20 of 24 products (results/h200x1/products.txt)."""
 READ_GBPS, HIDDEN = 3600.0, 0.8
 """GB/s at which such a product reads B, and the share of the shorter of loads and multiplications that the other hides."""
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -133,7 +135,7 @@ def _time_with_roles(name: Value, splits: int, problem: Any, rows: int, hardware
     least, each = STRIP_US.get(problem.scales, USUAL_STRIP_US)[tile.warps * GROUP_ROWS > tile.rows * WARPS]
     multiplied = waves * ceil_div(problem.k, GROUP * splits) * (least + each * (tile.rows + tile.columns))
     loaded = problem.n * problem.k / (READ_GBPS * 1e3)
-    return max(multiplied, loaded) + (1 - HIDDEN) * min(multiplied, loaded) + (PARTS_US + PART_US * splits if splits > 1 else 0)
+    return max(multiplied, loaded) + (1 - HIDDEN) * min(multiplied, loaded) + (PARTS_US * waves + PART_US * splits if splits > 1 else 0)
 
 
 def shared_bytes(name: Value) -> int:
@@ -194,7 +196,8 @@ def parameters(
     names = (made[0], *vendors, *made[1:]) if rows <= FEW_ROWS and hardware.on_gpu else (*vendors, *made)
     if roles:
         ours = tiles_with_roles(problem, rows, hardware)
-        names = (*ours[:1], *names[:2], *ours[1:], *names[2:])
+        firsts = (*ours[:1], *names[:2]) if rows in BEST_WITH_ROLES else (*names[:2], *ours[:1])
+        names = (*firsts, *ours[1:], *names[2:])
     return {"product": names, "splits": tuple(splits for splits in SPLITS if splits * GROUP <= max(problem.k, GROUP))}
 
 
