@@ -135,7 +135,8 @@ def _time_with_roles(name: Value, splits: int, problem: Any, rows: int, hardware
     least, each = STRIP_US.get(problem.scales, USUAL_STRIP_US)[tile.warps * GROUP_ROWS > tile.rows * WARPS]
     multiplied = waves * ceil_div(problem.k, GROUP * splits) * (least + each * (tile.rows + tile.columns))
     loaded = problem.n * problem.k / (READ_GBPS * 1e3)
-    return max(multiplied, loaded) + (1 - HIDDEN) * min(multiplied, loaded) + (PARTS_US * waves + PART_US * splits if splits > 1 else 0)
+    added_up = PARTS_US * waves + PART_US * splits if splits > 1 else 0.0
+    return max(multiplied, loaded) + (1 - HIDDEN) * min(multiplied, loaded) + added_up
 
 
 def shared_bytes(name: Value) -> int:
