@@ -35,7 +35,7 @@ WARPS, MOST_WITH_ROLES = 4, 8
 STRIP_US = {"block": ((0.2, 0.0012), (0.1, 0.001))}
 USUAL_STRIP_US = ((0.07, 0.001), (0.07, 0.001))
 """Microseconds of a strip of 128 columns of K in such a tile: of a strip, and of each row and column, where one group has its
-rows and where two take turns. By scales; measured on one H200, as are those below, at 1 to 512 rows.
+rows and where two take turns. By scales. Measured on one H200 at 1 to 512 rows, like the constants below.
 """
 PARTS_US, PART_US = 3.0, 1.0
 """Microseconds that it takes to store a part of a tile, and to add one up."""
