@@ -112,83 +112,104 @@ def sum_of_parts(partials, like, FIRST: gl.constexpr, SPLITS: gl.constexpr, STRI
 
 
 @gluon.jit
+def sum_of_tile(
+    item, turn, phase, GROUP: gl.constexpr, TURN: gl.constexpr, of_all, buffers, sums, share,
+    SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr,
+    STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """A group's 64 rows of the item-th part's tile, scaled, in float32: their parts, whether they are complete, their first row and
+    column, and the next buffer. They are complete for the first of the groups with these rows that finishes the last part along K.
+
+    `of_all` are the scales of A, their strides, those of B, and the workspaces. `sums` is the place of `place_of_sums`, in which the
+    second of two groups leaves its sums for the first, and two barriers: sums lie there, and they were taken.
+    """
+    scales_a, stride_m, stride_g, scales_b, partials, finished = of_all
+    _, m, n, cols = share
+    places, left, taken = sums
+    BLOCK_N: gl.constexpr = Y1 + Y2 + Y3
+    PART: gl.constexpr = X_ROWS * BLOCK_N
+    side: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, 32]))
+    row, col, first, end = part_at(item, m, n, cols, SPLITS, GROUPS * X_ROWS, BLOCK_N, STRIPS)
+    row += GROUP * X_ROWS
+    r = row + gl.arange(0, X_ROWS, layout=side)
+    inside = r < m
+    of_a = scales_a + gl.where(inside, r, 0).to(gl.int64) * stride_m
+    strip = first // BLOCK_K
+    of_b = scales_b + col // CODES * gl.cdiv(2 * cols, CODES) + strip
+    one, two, three, _ = multiply_tile(
+        GROUP, buffers, end - first, turn, of_a + strip * stride_g, stride_g, of_b,
+        SCALES, False, GROUPS, Y1, Y2, Y3, STAGES, 1, STRIPS, False, TURN, TURNS,
+    )  # fmt: skip
+    turn += gl.cdiv(end - first, BLOCK_K)
+    complete = item >= 0
+    if TURN > 0:
+        mbarrier.wait(taken, phase ^ 1)
+        places[0].store(one)
+        if Y2:
+            places[1].store(two)
+        if Y3:
+            places[2].store(three)
+        settle(TARGET)
+        mbarrier.arrive(left)
+        complete = item < 0
+    else:
+        if TURNS > 1:
+            mbarrier.wait(left, phase)
+            one += places[0].load(one.type.layout)
+            if Y2:
+                two += places[1].load(two.type.layout)
+            if Y3:
+                three += places[2].load(three.type.layout)
+            settle(TARGET)
+            mbarrier.arrive(taken)
+        if SPLITS > 1:
+            tile = item // SPLITS * GROUPS + GROUP
+            parts = partials + gl.cast(tile, gl.int64) * (SPLITS * PART)
+            mine = parts + item % SPLITS * PART
+            gl.store(mine + place_in(one, 0), one)
+            if Y2:
+                gl.store(mine + place_in(two, X_ROWS * Y1), two)
+            if Y3:
+                gl.store(mine + place_in(three, X_ROWS * (Y1 + Y2)), three)
+            complete = count(finished + tile, TARGET, "gpu") == SPLITS - 1
+            if complete:
+                gl.store(finished + tile, 0)
+                one = sum_of_parts(parts, one, 0, SPLITS, PART)
+                if Y2:
+                    two = sum_of_parts(parts, two, X_ROWS * Y1, SPLITS, PART)
+                if Y3:
+                    three = sum_of_parts(parts, three, X_ROWS * (Y1 + Y2), SPLITS, PART)
+        if complete:
+            one = with_scales(one, of_a, inside, scales_b, col, n, SCALES, False)
+            if Y2:
+                two = with_scales(two, of_a, inside, scales_b, col + Y1, n, SCALES, False)
+            if Y3:
+                three = with_scales(three, of_a, inside, scales_b, col + Y1 + Y2, n, SCALES, False)
+    return one, two, three, complete, row, col, turn
+
+
+@gluon.jit
 def multiply(
     GROUP: gl.constexpr, TURN: gl.constexpr, of_all, out, stagings, buffers, sums, share,
     SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr,
     STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """A group: multiplies its 64 rows of each tile. `of_all` are the scales of A, their strides, those of B, and the workspaces.
-
-    `sums` is the place of `place_of_sums`, in which the second of two groups leaves its sums for the first, and two barriers: sums
-    lie there, and they were taken.
-    """
-    scales_a, stride_m, stride_g, scales_b, partials, finished = of_all
-    items, m, n, cols = share
-    places, left, taken = sums
-    BLOCK_N: gl.constexpr = Y1 + Y2 + Y3
-    PART: gl.constexpr = X_ROWS * BLOCK_N
-    side: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, 32]))
+    """A group: multiplies its 64 rows of each tile, and stores those that are complete."""
+    items, m, _, _ = share
     staging = stagings.index(GROUP)
     turn = 0
     phase = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, col, first, end = part_at(item, m, n, cols, SPLITS, GROUPS * X_ROWS, BLOCK_N, STRIPS)
-        row += GROUP * X_ROWS
-        r = row + gl.arange(0, X_ROWS, layout=side)
-        inside = r < m
-        of_a = scales_a + gl.where(inside, r, 0).to(gl.int64) * stride_m
-        strip = first // BLOCK_K
-        of_b = scales_b + col // CODES * gl.cdiv(2 * cols, CODES) + strip
-        one, two, three, _ = multiply_tile(
-            GROUP, buffers, end - first, turn, of_a + strip * stride_g, stride_g, of_b,
-            SCALES, False, GROUPS, Y1, Y2, Y3, STAGES, 1, STRIPS, False, TURN, TURNS,
+        one, two, three, complete, row, col, turn = sum_of_tile(
+            item, turn, phase, GROUP, TURN, of_all, buffers, sums, share,
+            SCALES, SPLITS, GROUPS, TURNS, Y1, Y2, Y3, STAGES, STRIPS, TARGET,
         )  # fmt: skip
-        turn += gl.cdiv(end - first, BLOCK_K)
-        if TURN > 0:
-            mbarrier.wait(taken, phase ^ 1)
-            places[0].store(one)
-            if Y2:
-                places[1].store(two)
-            if Y3:
-                places[2].store(three)
-            settle(TARGET)
-            mbarrier.arrive(left)
-        else:
-            if TURNS > 1:
-                mbarrier.wait(left, phase)
-                one += places[0].load(one.type.layout)
-                if Y2:
-                    two += places[1].load(two.type.layout)
-                if Y3:
-                    three += places[2].load(three.type.layout)
-                settle(TARGET)
-                mbarrier.arrive(taken)
-            complete = item >= 0
-            if SPLITS > 1:
-                tile = item // SPLITS * GROUPS + GROUP
-                parts = partials + gl.cast(tile, gl.int64) * (SPLITS * PART)
-                mine = parts + item % SPLITS * PART
-                gl.store(mine + place_in(one, 0), one)
-                if Y2:
-                    gl.store(mine + place_in(two, X_ROWS * Y1), two)
-                if Y3:
-                    gl.store(mine + place_in(three, X_ROWS * (Y1 + Y2)), three)
-                complete = count(finished + tile, TARGET, "gpu") == SPLITS - 1
-                if complete:
-                    gl.store(finished + tile, 0)
-                    one = sum_of_parts(parts, one, 0, SPLITS, PART)
-                    if Y2:
-                        two = sum_of_parts(parts, two, X_ROWS * Y1, SPLITS, PART)
-                    if Y3:
-                        three = sum_of_parts(parts, three, X_ROWS * (Y1 + Y2), SPLITS, PART)
+        if TURN == 0:
             if complete:
-                one = with_scales(one, of_a, inside, scales_b, col, n, SCALES, False)
                 store_boxes(out[0], one, staging, row, col, m, False, TARGET)
                 if Y2:
-                    two = with_scales(two, of_a, inside, scales_b, col + Y1, n, SCALES, False)
                     store_boxes(out[1], two, staging, row, col + Y1, m, False, TARGET)
                 if Y3:
-                    three = with_scales(three, of_a, inside, scales_b, col + Y1 + Y2, n, SCALES, False)
                     store_boxes(out[2], three, staging, row, col + Y1 + Y2, m, False, TARGET)
         phase ^= 1
     tma.store_wait(0)
@@ -276,16 +297,24 @@ class SpecializedProduct:
     def view(self, matrix: Tensor, box: list[int]) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(matrix, box, layout_of(tuple(box), self.problem.result))
 
+    def grid(self, rows: int) -> tuple[int]:
+        """Programs for A of so many rows: all are resident, one per processor."""
+        items = ceil_div(rows, self.tile.rows) * ceil_div(self.problem.n, self.tile.columns) * self.splits
+        return (min(items, self.context.processors),)
+
+    def operands(self, a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> tuple[Any, ...]:
+        """The arguments of the kernel for codes with their scales."""
+        word = DTYPES[self.problem.result]
+        strides = scales_a.stride() if scales_a.dim() == 2 else (0, 0)
+        return (
+            self.view(a.view(word), self.box_a),
+            *padded([self.view(b.view(word), box) for box in self.boxes_b], MOST_PARTS, None),
+            *padded([self.view(out[None], box) for box in self.boxes_out], MOST_PARTS, None),
+            scales_a, *strides, scales_b, self.partials, self.finished, len(a), self.problem.n, self.problem.k // 2,
+        )  # fmt: skip
+
     def __call__(self, a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
         """out [m, n] = A [m, k] @ B [n, k].T, for codes with their scales."""
-        word, problem, tile = DTYPES[self.problem.result], self.problem, self.tile
-        codes, weight = a.view(word), b.view(word)
-        strides = scales_a.stride() if scales_a.dim() == 2 else (0, 0)
-        items = ceil_div(len(a), tile.rows) * ceil_div(problem.n, tile.columns) * self.splits
         self.context.launch(
-            specialized_product_kernel, (min(items, self.context.processors),),
-            self.view(codes, self.box_a), *padded([self.view(weight, box) for box in self.boxes_b], MOST_PARTS, None),
-            *padded([self.view(out[None], box) for box in self.boxes_out], MOST_PARTS, None),
-            scales_a, *strides, scales_b, self.partials, self.finished, len(a), problem.n, problem.k // 2,
-            **self.constants,
-        )  # fmt: skip
+            specialized_product_kernel, self.grid(len(a)), *self.operands(a, scales_a, b, scales_b, out), **self.constants
+        )

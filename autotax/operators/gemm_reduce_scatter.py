@@ -178,6 +178,9 @@ operator.variant(
     "scaled_two_kernel_words", f"{_KERNELS}.two_kernel_words:ScaledTwoKernelWords", f"{_SPACES}:scaled_two_kernel_words"
 )
 operator.variant("scaled_specialized", f"{_KERNELS}.push_specialized:ScaledSpecialized", f"{_SPACES}:scaled_specialized")
+operator.variant(
+    "scaled_specialized_words", f"{_KERNELS}.specialized_words:ScaledSpecializedWords", f"{_SPACES}:scaled_specialized_words"
+)
 operator.variant("scaled_words", f"{_KERNELS}.words:ScaledWords", f"{_SPACES}:scaled_words")
 
 

@@ -277,6 +277,19 @@ def scaled_two_kernel_words(problem: GemmReduceScatter, hardware: Hardware) -> V
     return VariantSpace("scaled_two_kernel_words", parameters, (*plain.constraints, scaled.whole()), tuple(dict.fromkeys(seeds)))
 
 
+def scaled_specialized_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """Few rows of e4m3 by warps with roles. A tile is one part of B wide, so that a group stages it at once."""
+    if problem.dtype != "e4m3" or problem.output != "replicated" or problem.m > gemm.MOST_ROWS:
+        return None
+    tiles = scaled.tiles_with_roles(problem, problem.m, hardware, columns=scaled.BLOCKS_OF_ONE_SCALE)
+    if not tiles:
+        return None
+    parameters = {"product": tuple(tiles), "splits": scaled.parameters(problem, problem.m, hardware)["splits"]}
+    ways = [(tile, scaled.splits_with_roles(tile, problem, problem.m, hardware)) for tile in tiles]
+    seeds = [Config.of("scaled_specialized_words", product=tile, splits=splits) for tile, splits in ways]
+    return VariantSpace("scaled_specialized_words", parameters, seeds=tuple(seeds))
+
+
 def _two_kernel_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
     """How the kernel after the product exchanges its words. A word has eight bytes of data, or four."""
     item, world = ITEM_SIZES[problem.out_dtype], problem.world_size

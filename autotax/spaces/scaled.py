@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -98,8 +98,9 @@ def tiles(problem: Any, rows: int, hardware: Hardware) -> tuple[Value, ...]:
     return tuple("x".join(map(str, tile)) for tile in high)
 
 
-def tiles_with_roles(problem: Any, rows: int, hardware: Hardware) -> list[Value]:
-    """Tiles of `specialized_product`, of the least estimated time first. None where the GPU or the matrices do not allow it.
+def tiles_with_roles(problem: Any, rows: int, hardware: Hardware, columns: Collection[int] = range(257)) -> list[Value]:
+    """Tiles of `specialized_product` with so many columns, of the least estimated time first. There is none where the GPU or the
+    matrices do not allow it.
 
     Each has as many stages as fit, since loads take longer than products.
     """
@@ -107,7 +108,8 @@ def tiles_with_roles(problem: Any, rows: int, hardware: Hardware) -> list[Value]
         return []
     names: list[Value] = []
     for high in COLUMNS_BY_ROLES if rows > GROUP_ROWS else [GROUP_ROWS]:
-        for wide in BLOCKS_OF_ONE_SCALE if problem.scales == "block" else COLUMNS_BY_ROLES[high]:
+        widths = BLOCKS_OF_ONE_SCALE if problem.scales == "block" else COLUMNS_BY_ROLES[high]
+        for wide in filter(columns.__contains__, widths):
             for turns in (1, 2)[: 2 * GROUP_ROWS // high]:
                 sums = 4 * high * wide if turns > 1 else 0
                 room = hardware.shared_memory - gemm_roles.BARRIER_BYTES - 2 * high * min(parts_of(wide)[0], PART_ROWS) - sums

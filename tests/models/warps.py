@@ -32,7 +32,9 @@ class Array(np.ndarray):
 
     type = SimpleNamespace(layout=None)
 
-    def to(self, dtype: Any) -> Any:
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+        if bitcast:
+            return self.view(dtype).view(Array)
         if isinstance(dtype, np.ndarray):  # an address in this memory
             return Pointer(dtype, self // dtype.itemsize)
         return self.astype(dtype).view(Array)
@@ -192,7 +194,10 @@ def _products_wait(num_outstanding: int, deps: tuple[np.ndarray, ...]) -> Any:
     return deps if len(deps) > 1 else deps[0]
 
 
-def _load(pointer: Pointer, mask: Any = True, other: float = 0.0, cache_modifier: str = "") -> Any:  # noqa: ARG001
+def _load(pointer: Pointer, mask: Any = True, other: float = 0, cache_modifier: str = "", volatile: bool = False) -> Any:  # noqa: ARG001
+    if volatile:  # it is polled
+        _dawdle()
+        assert not stopped.is_set(), "another partition has failed"
     at, mask = np.broadcast_arrays(pointer.at, mask)
     assert (at[mask] >= 0).all()
     found = np.full(at.shape, other, pointer.memory.dtype)
@@ -219,6 +224,10 @@ def _wait_first(flags: list[np.ndarray], first: int, count: int, source: int, ep
         assert not stopped.is_set(), "another rank has failed"
         assert time.monotonic() < end, f"rank {here.rank} waits for a flag of rank {source} that is never set"
         time.sleep(2e-5)
+
+
+def _missing(_: Any, source: int, *__: Any) -> None:
+    raise AssertionError(f"rank {here.rank} gave up waiting for rank {source}")
 
 
 _counting = threading.Lock()
@@ -306,7 +315,7 @@ def _where(*args: Any) -> Any:
 
 
 def _of_rows(reduce: Callable[..., Any]) -> Callable[[Array, int], Array]:
-    return lambda block, axis: reduce(np.asarray(block), axis).view(Array)
+    return lambda block, axis: np.asarray(reduce(np.asarray(block), axis)).view(Array)
 
 
 gluon_language = SimpleNamespace(
@@ -314,7 +323,7 @@ gluon_language = SimpleNamespace(
     cdiv=lambda a, b: -(-a // b), cast=lambda value, _: int(value), where=_where,
     minimum=min, maximum=_maximum, max=_of_rows(np.max), sum=_of_rows(np.sum), exp2=np.exp2, log2=np.log2,
     convert_layout=lambda block, _: block, float8e4nv="codes",
-    float32=np.float32, int64=np.int64, int32=np.int32,
+    float32=np.float32, int64=np.int64, int32=np.int32, int16=np.int16,
     zeros=lambda shape, dtype, _: np.zeros(shape, dtype).view(Array), load=_load, store=_store,
     arange=lambda first, end, layout: np.arange(first, end).view(Array),  # noqa: ARG005
     inline_asm_elementwise=_assembly, atomic_xchg=_set_flag, allocate_shared_memory=_shared, warp_specialize=_specialize,
@@ -327,10 +336,11 @@ FAKES: dict[str, Any] = {
     "tma": SimpleNamespace(store_wait=_store_wait),
     "warpgroup_mma": _product, "warpgroup_mma_wait": _products_wait, "fence_async_shared": _nothing, "settle": _nothing,
     "load_block": _load_block, "store_block": _store_block, "wait_first": _wait_first, "count": _count,
+    "layout_of_words": _nothing,
     "reinterpret": lambda block, dtype, shape, _: (
-        Codes(block.memory) if dtype == "codes" else Shared(block.memory.reshape(shape))
+        Codes(block.memory) if dtype == "codes" else Shared(block.memory.reshape(-1).view(dtype).reshape(shape))
     ),
-    "flag_address": lambda flags, index, bases, rank, peer: (flags, index, peer),  # noqa: ARG005
+    "note_missing": _missing, "flag_address": lambda flags, index, bases, rank, peer: (flags, index, peer),  # noqa: ARG005
 }  # fmt: skip
 
 
