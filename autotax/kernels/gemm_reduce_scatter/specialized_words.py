@@ -71,7 +71,8 @@ def words_of(tile, staging, TARGET: gl.constexpr):
 @gluon.jit
 def sum_of_ranks(own, words, at, inside, control, rank, epoch, room, WORLD: gl.constexpr, TYPE: gl.constexpr, TARGET: gl.constexpr):
     """The float32 sums of all ranks' words, element by element, in the order of the ranks. Waits for the peers' words."""
-    zeroth = gl.zeros(own.shape, gl.float32, own.type.layout)
+    layout: gl.constexpr = own.type.layout
+    zeroth = gl.zeros([own.shape[0], own.shape[1]], gl.float32, layout)
     first, second, third = zeroth, zeroth, zeroth
     limit = gl.load(control + LIMIT)
     for source in gl.static_range(WORLD):
