@@ -302,7 +302,7 @@ class SpecializedProduct:
         items = ceil_div(rows, self.tile.rows) * ceil_div(self.problem.n, self.tile.columns) * self.splits
         return (min(items, self.context.processors),)
 
-    def operands(self, a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> tuple[Any, ...]:
+    def arguments(self, a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> tuple[Any, ...]:
         """The arguments of the kernel for codes with their scales."""
         word = DTYPES[self.problem.result]
         strides = scales_a.stride() if scales_a.dim() == 2 else (0, 0)
@@ -316,5 +316,5 @@ class SpecializedProduct:
     def __call__(self, a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
         """out [m, n] = A [m, k] @ B [n, k].T, for codes with their scales."""
         self.context.launch(
-            specialized_product_kernel, self.grid(len(a)), *self.operands(a, scales_a, b, scales_b, out), **self.constants
+            specialized_product_kernel, self.grid(len(a)), *self.arguments(a, scales_a, b, scales_b, out), **self.constants
         )

@@ -227,7 +227,7 @@ class ScaledSpecializedWords(Adding):
         codes, scales = self.quantised(a, of_a[0] if of_a else None)
         *added, which = addends(out, bias, residual)
         matrices = [matrix if matrix is None else matrix.view(-1).view(torch.int64) for matrix in (out, *added)]
-        view_a, view_b, _, _, box, _, _, *others = product.operands(codes, scales, b, scales_b, out)  # a tile has one part
+        view_a, view_b, _, _, box, _, _, *others = product.arguments(codes, scales, b, scales_b, out)  # a tile has one part
         context.launch(
             specialized_words_kernel, product.grid(len(codes)), view_a, view_b, box, *others,
             *matrices, which, self.words, context.heap.bases, self.control, context.rank, self.room,
