@@ -97,7 +97,7 @@ def sum_of_ranks(own, words, at, inside, control, rank, epoch, room, WORLD: gl.c
 
 @gluon.jit
 def with_addends(total, bias, residual, NUMBER: gl.constexpr, TYPE: gl.constexpr):
-    """The rounded sum, which all ranks share, and this rank's addends."""
+    """The rounded sum plus this rank's addends."""
     return total.to(TYPE).to(gl.float32) + element(bias, NUMBER, TYPE) + element(residual, NUMBER, TYPE)
 
 
