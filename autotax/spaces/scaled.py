@@ -30,14 +30,14 @@ ON_AMD: dict[int, tuple[tuple[int, ...], ...]] = {
 ON_CPU: dict[int, tuple[tuple[int, ...], ...]] = {16: ((32, 2, 4), (32, 2, 4, 2)), 32: ((32, 2, 4),)}
 COLUMNS_BY_ROLES = {64: (64, 80, 96, 112, 128, 160), 128: (64, 80, 96, 112, 128, 160)}
 """Columns of tiles of `specialized_product` by their rows."""
-WARPS, MOST_WITH_ROLES = 4, 8
-"""Warps of a group that multiplies 64 rows, and how many of those tiles a search tries."""
-STRIP_US = {"block": ((0.2, 0.0012), (0.1, 0.001))}
-USUAL_STRIP_US = ((0.07, 0.001), (0.07, 0.001))
-"""Microseconds of a strip of 128 columns of K in such a tile: of a strip, and of each row and column, where one group has its
-rows and where two take turns. By scales. Measured on one H200 at 1 to 512 rows, like the constants below.
+WARPS = 4
+"""Warps of a group, which multiplies 64 rows."""
+USUAL_STRIP_US = (0.07, 0.001)
+STRIP_US = {1: (0.2, 0.0012), 2: (0.1, 0.001)}
+"""Microseconds of a strip of 128 columns of K in such a tile, and of each row and column; below with scales of blocks, where one
+group has the rows and where two take turns. Measured on one H200 at 1 to 512 rows, like the constants below.
 """
-PARTS_US, PART_US = 3.0, 1.0
+PARTS_US, PART_US = 5.0, 1.0
 """Microseconds that it takes to store a part of a tile, and to add one up."""
 BEST_WITH_ROLES = range(33, 129)
 """Rows of A at which such a product is the fastest of all, mostly: 20 of 24 products (results/h200x1/products.txt)."""
@@ -102,7 +102,8 @@ def tiles_with_roles(problem: Any, rows: int, hardware: Hardware, columns: Colle
     """Tiles of `specialized_product` with so many columns, of the least estimated time first. There is none where the GPU or the
     matrices do not allow it.
 
-    Each has as many stages as fit, since loads take longer than products.
+    Each has as many stages as fit, since loads take longer than products. Groups take turns only with scales of blocks, for with
+    others they gain nothing (results/notes/gemm-reduce-scatter.md).
     """
     if problem.operand != "e4m3" or problem.k % 2 or not gemm_roles.have_roles(as_words(problem), hardware):
         return []
@@ -110,7 +111,7 @@ def tiles_with_roles(problem: Any, rows: int, hardware: Hardware, columns: Colle
     for high in COLUMNS_BY_ROLES if rows > GROUP_ROWS else [GROUP_ROWS]:
         widths = BLOCKS_OF_ONE_SCALE if problem.scales == "block" else COLUMNS_BY_ROLES[high]
         for wide in filter(columns.__contains__, widths):
-            for turns in (1, 2)[: 2 * GROUP_ROWS // high]:
+            for turns in (1, 2) if problem.scales == "block" and high == GROUP_ROWS else (1,):
                 sums = 4 * high * wide if turns > 1 else 0
                 room = hardware.shared_memory - gemm_roles.BARRIER_BYTES - 2 * high * min(parts_of(wide)[0], PART_ROWS) - sums
                 fitting = room // ((high + wide) * GROUP)
@@ -122,7 +123,7 @@ def tiles_with_roles(problem: Any, rows: int, hardware: Hardware, columns: Colle
     def time(name: Value) -> float:
         return _time_with_roles(name, splits_with_roles(name, problem, rows, hardware), problem, rows, hardware)
 
-    return sorted(names, key=time)[:MOST_WITH_ROLES]
+    return sorted(names, key=time)
 
 
 def splits_with_roles(name: Value, problem: Any, rows: int, hardware: Hardware) -> int:
@@ -134,7 +135,8 @@ def _time_with_roles(name: Value, splits: int, problem: Any, rows: int, hardware
     """Microseconds of a product: those of a processor, in whole waves of parts of tiles, and of reading B."""
     tile = ProductTile.of(name)
     waves = ceil_div(_tiles_of(name, rows, problem.n) * splits, hardware.processors)
-    least, each = STRIP_US.get(problem.scales, USUAL_STRIP_US)[tile.warps * GROUP_ROWS > tile.rows * WARPS]
+    turns = tile.warps * GROUP_ROWS // (tile.rows * WARPS)
+    least, each = STRIP_US[turns] if problem.scales == "block" else USUAL_STRIP_US
     multiplied = waves * ceil_div(problem.k, GROUP * splits) * (least + each * (tile.rows + tile.columns))
     loaded = problem.n * problem.k / (READ_GBPS * 1e3)
     added_up = PARTS_US * waves + PART_US * splits if splits > 1 else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import optuna
 import pytest
@@ -13,6 +14,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
+from autotax.kernels.tiling import ProductTile
 from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
 from autotax.spaces import Space, scaled, space_for
 from tests.spaces.drawing import CPU, H200, HARDWARE, MI300X, configs, problems
@@ -152,6 +154,28 @@ def test_groups_multiply_strips_as_wide_as_k_and_registers_allow(scales: str, k:
 def test_parts_of_tiles_keep_processors_busy(rows: int, n: int, name: str, splits: int) -> None:
     """40, 80, 128 and 64 tiles for 132 processors."""
     assert scaled.splits_for(name, rows, n, H200) == splits
+
+
+@pytest.mark.parametrize("scales", ["row", "block", "tensor"])
+@pytest.mark.parametrize("k", [1152, 1280, 14336])
+def test_tiles_by_warps_with_roles_fit_and_keep_their_buffers(scales: str, k: int) -> None:
+    """Winners of one number of rows serve others, so all of up to 64 and all of more have the same tiles."""
+
+    def tiles(rows: int) -> list[str]:
+        problem = GemmReduceScatter(rows, 5120, k, "e4m3", "replicated", 2, scales=scales)
+        assert not scaled.tiles_with_roles(problem, rows, replace(H200, target="cuda:100"))
+        return [str(name) for name in scaled.tiles_with_roles(problem, rows, H200)]
+
+    assert {*tiles(1)} == {*tiles(64)} < {*tiles(65)} == {*tiles(256)}
+    for name in tiles(128):
+        tile = ProductTile.of(name)
+        groups = tile.warps // 4
+        turns = groups * 64 // tile.rows
+        assert groups <= 2 and tile.strips == (1 if k % 256 else tile.strips)
+        assert turns == 1 or tile.stages % (turns * tile.strips) == 0
+        sums = 4 * tile.rows * tile.columns if turns > 1 else 0
+        assert (tile.rows + tile.columns) * 128 * tile.stages + 2 * tile.rows * 64 + sums <= H200.shared_memory
+        assert scales != "block" or tile.columns in (64, 128)
 
 
 def test_a_tile_with_strips_of_twice_the_columns_takes_twice_the_memory() -> None:
