@@ -42,8 +42,6 @@ GROUP_M = gl.constexpr(8)
 """Tiles below each other that are computed side by side, so that they share blocks of B."""
 MOST_REGISTERS = 168
 """Registers per thread at the launch. The kernel redistributes them among the warps."""
-
-
 LEAST_BOX = 8
 """Fewest rows of A that are loaded at a time: the swizzle of shared memory spans 8."""
 
@@ -217,7 +215,7 @@ def multiply(
 
 @gluon.jit
 def place_of_sums(Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr):
-    """Shared memory for the sums of a group, one buffer a part of Y, with two barriers; see `multiply`."""
+    """Shared memory for the sums of a group, one buffer a part of Y, with two barriers; see `sum_of_tile`."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 4, [1, 0])
     one = gl.allocate_shared_memory(gl.float32, [X_ROWS, Y1], layout)
     two = one
