@@ -19,6 +19,7 @@ from autotax.db.lookup import lookup, reload
 from autotax.db.records import merge
 from autotax.operators import registry
 from autotax.operators.registry import variant_digest
+from autotax.spaces import space_for
 from tests.db.conftest import BSP, PROBLEM, PUSH, keep_winner
 from tests.db.test_exchange import an_entry
 from tests.db.test_lookup import here, is_fallback  # noqa: F401
@@ -179,3 +180,12 @@ def test_a_wheel_stays_below_a_megabyte() -> None:
     package = FOLDER.parent
     files = [path for path in package.rglob("*") if path.suffix in (".py", ".json", ".typed")]
     assert sum(len(zlib.compress(path.read_bytes())) for path in files) < 950_000
+
+
+def test_those_that_hold_have_a_value_of_each_parameter() -> None:
+    """A kernel of today asks for parameters that a config may be older than."""
+    for path in sorted(FOLDER.glob("*.json")):
+        for winner in (entry.winner for entry in formats.read(path)):
+            if winner.kernel_digest == variant_digest(winner.problem.op, winner.config.variant):
+                space = space_for(winner.problem, winner.hardware)
+                assert space.why_not(winner.config) is None, f"{path.name}: {winner.problem.brief()}: {winner.config}"
