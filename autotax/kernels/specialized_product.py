@@ -279,15 +279,14 @@ class SpecializedProduct:
         self.context, self.problem, self.tile, self.splits = context, problem, tile, splits
         self.parts = parts_of(tile.columns)
         staged = staged_columns(tile.columns, tile.stages)
-        groups = tile.rows // GROUP_ROWS
         self.box_a = [min(GROUP_ROWS, max(LEAST_BOX, power_of_two(rows))), tiling.BLOCK_K]
         self.boxes_b = [[part, tiling.BLOCK_K] for part in self.parts]
         self.boxes_out = [[1, GROUP_ROWS, min(part, staged)] for part in self.parts]
         tiles = ceil_div(rows, tile.rows) * ceil_div(problem.n, tile.columns) if splits > 1 else 0
         self.partials = context.empty((max(1, tiles * splits * tile.rows * tile.columns),), torch.float32)
-        self.finished = context.empty((max(1, tiles * groups),), torch.int32).zero_()
+        self.finished = context.empty((max(1, tiles * tile.groups),), torch.int32).zero_()
         self.constants = {
-            "SCALES": problem.scales, "SPLITS": splits, "GROUPS": groups, "TURNS": tile.warps // (4 * groups),
+            "SCALES": problem.scales, "SPLITS": splits, "GROUPS": tile.groups, "TURNS": tile.turns,
             **{f"Y{number}": part for number, part in enumerate(padded(self.parts, MOST_PARTS, 0), 1)},
             "STAGES": tile.stages, "STRIPS": tile.strips, "num_warps": 4, "maxnreg": MOST_REGISTERS,
         } | OVERLAPPING  # fmt: skip

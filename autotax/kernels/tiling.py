@@ -175,6 +175,8 @@ BLOCK_K = 64
 """Columns of K in a strip: the swizzle of shared memory spans 64 elements of 16 bits."""
 GROUP_ROWS = 64
 """Rows of X that one Hopper WGMMA instruction multiplies."""
+GROUP_WARPS = 4
+"""Warps that one such instruction takes: a group."""
 PART_ROWS = 128
 """Most rows of Y in one product; 256 rows would need more registers than three warp groups have."""
 MOST_TOGETHER = 192
@@ -246,6 +248,16 @@ class ProductTile(NamedTuple):
     @classmethod
     def of(cls, name: object) -> ProductTile:
         return cls(*map(int, str(name).removeprefix(ROLES).split("x")))
+
+    @property
+    def groups(self) -> int:
+        """Groups of rows in a product by warps with roles."""
+        return self.rows // GROUP_ROWS
+
+    @property
+    def turns(self) -> int:
+        """Groups of warps that take turns at the same rows there."""
+        return self.warps // (GROUP_WARPS * self.groups)
 
 
 def steps_before(step, group, groups):

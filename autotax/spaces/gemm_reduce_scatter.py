@@ -281,12 +281,11 @@ def scaled_specialized_words(problem: GemmReduceScatter, hardware: Hardware) -> 
     """Few rows of e4m3 by warps with roles. A tile is one part of B wide, so that a group stages it at once."""
     if problem.dtype != "e4m3" or problem.output != "replicated" or problem.m > gemm.MOST_ROWS:
         return None
-    tiles = scaled.tiles_with_roles(problem, problem.m, hardware, columns=scaled.BLOCKS_OF_ONE_SCALE)
+    tiles = scaled.with_roles(problem, problem.m, hardware, scaled.BLOCKS_OF_ONE_SCALE)
     if not tiles:
         return None
     parameters = {"product": tuple(tiles), "splits": scaled.parameters(problem, problem.m, hardware)["splits"]}
-    ways = [(tile, scaled.splits_with_roles(tile, problem, problem.m, hardware)) for tile in tiles]
-    seeds = [Config.of("scaled_specialized_words", product=tile, splits=splits) for tile, splits in ways]
+    seeds = [Config.of("scaled_specialized_words", product=tile, splits=splits) for tile, splits in tiles.items()]
     return VariantSpace("scaled_specialized_words", parameters, seeds=tuple(seeds))
 
 

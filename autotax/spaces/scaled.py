@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from autotax.core.config import Config, Value
 from autotax.core.problem import busy_share, ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
-from autotax.kernels.tiling import GROUP_ROWS, MOST_TOGETHER, PART_ROWS, ROLES, ProductTile, parts_of
+from autotax.kernels.tiling import GROUP_ROWS, GROUP_WARPS, MOST_TOGETHER, PART_ROWS, ROLES, ProductTile, parts_of
 from autotax.operators.scaled import FEW_ROWS, GROUP, as_words, has_library_product
 from autotax.spaces import gemm_roles
 
@@ -30,8 +31,6 @@ ON_AMD: dict[int, tuple[tuple[int, ...], ...]] = {
 ON_CPU: dict[int, tuple[tuple[int, ...], ...]] = {16: ((32, 2, 4), (32, 2, 4, 2)), 32: ((32, 2, 4),)}
 COLUMNS_BY_ROLES = {64: (64, 80, 96, 112, 128, 160), 128: (64, 80, 96, 112, 128, 160)}
 """Columns of tiles of `specialized_product` by their rows."""
-WARPS = 4
-"""Warps of a group, which multiplies 64 rows."""
 USUAL_STRIP_US = (0.07, 0.001)
 STRIP_US = {1: (0.2, 0.0012), 2: (0.1, 0.001)}
 """Microseconds of a strip of 128 columns of K in such a tile, and of each row and column; below with scales of blocks, where one
@@ -98,16 +97,17 @@ def tiles(problem: Any, rows: int, hardware: Hardware) -> tuple[Value, ...]:
     return tuple("x".join(map(str, tile)) for tile in high)
 
 
-def tiles_with_roles(problem: Any, rows: int, hardware: Hardware, columns: Collection[int] = range(257)) -> list[Value]:
-    """Tiles of `specialized_product` with so many columns, of the least estimated time first. There is none where the GPU or the
-    matrices do not allow it.
+@functools.lru_cache(maxsize=256)
+def with_roles(problem: Any, rows: int, hardware: Hardware, columns: range | tuple[int, ...] = range(257)) -> Mapping[Value, int]:
+    """Tiles of `specialized_product` with so many columns, of the least estimated time first, and the parts along K that give it.
+    There is none where the GPU or the matrices do not allow it.
 
     Each has as many stages as fit, since loads take longer than products. Groups take turns only with scales of blocks, for with
     others they gain nothing (results/notes/gemm-reduce-scatter.md).
     """
     if problem.operand != "e4m3" or problem.k % 2 or not gemm_roles.have_roles(as_words(problem), hardware):
-        return []
-    names: list[Value] = []
+        return {}
+    estimates = []
     for high in COLUMNS_BY_ROLES if rows > GROUP_ROWS else [GROUP_ROWS]:
         widths = BLOCKS_OF_ONE_SCALE if problem.scales == "block" else COLUMNS_BY_ROLES[high]
         for wide in filter(columns.__contains__, widths):
@@ -118,25 +118,16 @@ def tiles_with_roles(problem: Any, rows: int, hardware: Hardware, columns: Colle
                 # Groups that take turns need a multiple of their strips: see `multiply_tile`. Many single strips beat few pairs.
                 strips = 2 if problem.k % (2 * GROUP) == 0 and fitting // (2 * turns) * 2 * turns >= fitting - 1 else 1
                 stages = fitting // (strips * turns) * strips * turns if turns > 1 else fitting
-                names.append(ROLES + "x".join(map(str, (high, wide, stages, high // GROUP_ROWS * turns * WARPS, strips))))
-
-    def time(name: Value) -> float:
-        return _time_with_roles(name, splits_with_roles(name, problem, rows, hardware), problem, rows, hardware)
-
-    return sorted(names, key=time)
+                tile = ProductTile(high, wide, stages, high // GROUP_ROWS * turns * GROUP_WARPS, strips)
+                us, splits = min((_time_with_roles(tile, splits, problem, rows, hardware), splits) for splits in SPLITS)
+                estimates.append((us, ROLES + "x".join(map(str, tile)), splits))
+    return {name: splits for _, name, splits in sorted(estimates)}
 
 
-def splits_with_roles(name: Value, problem: Any, rows: int, hardware: Hardware) -> int:
-    """The parts along K of the least estimated time."""
-    return min(SPLITS, key=lambda splits: _time_with_roles(name, splits, problem, rows, hardware))
-
-
-def _time_with_roles(name: Value, splits: int, problem: Any, rows: int, hardware: Hardware) -> float:
+def _time_with_roles(tile: ProductTile, splits: int, problem: Any, rows: int, hardware: Hardware) -> float:
     """Microseconds of a product: those of a processor, in whole waves of parts of tiles, and of reading B."""
-    tile = ProductTile.of(name)
-    waves = ceil_div(_tiles_of(name, rows, problem.n) * splits, hardware.processors)
-    turns = tile.warps * GROUP_ROWS // (tile.rows * WARPS)
-    least, each = STRIP_US[turns] if problem.scales == "block" else USUAL_STRIP_US
+    waves = ceil_div(_tiles_of(tile, rows, problem.n) * splits, hardware.processors)
+    least, each = STRIP_US[tile.turns] if problem.scales == "block" else USUAL_STRIP_US
     multiplied = waves * ceil_div(problem.k, GROUP * splits) * (least + each * (tile.rows + tile.columns))
     loaded = problem.n * problem.k / (READ_GBPS * 1e3)
     added_up = PARTS_US * waves + PART_US * splits if splits > 1 else 0.0
@@ -159,9 +150,8 @@ def with_tiles(values: Mapping[str, Value]) -> dict[str, Value]:
     return {**values, **more}
 
 
-def _tiles_of(name: Value, rows: int, n: int) -> int:
-    """The number of tiles of a product of Triton's."""
-    tile = ProductTile.of(name)
+def _tiles_of(tile: ProductTile, rows: int, n: int) -> int:
+    """The number of tiles of a product."""
     return ceil_div(rows, tile.rows) * ceil_div(n, tile.columns)
 
 
@@ -169,7 +159,7 @@ def splits_for(name: Value, rows: int, n: int, hardware: Hardware) -> int:
     """The fewest parts along K with which the tiles of a product keep the processors busy, or those that keep them busiest."""
     if name == LIBRARY:
         return 1
-    count = _tiles_of(name, rows, n)
+    count = _tiles_of(ProductTile.of(name), rows, n)
 
     def busy(splits: int) -> float:
         return busy_share(splits * count, hardware.processors)
@@ -185,7 +175,7 @@ def splits_at_once(name: Value, rows: int, n: int, hardware: Hardware) -> int:
     """
     if name == LIBRARY:
         return 1
-    count = _tiles_of(name, rows, n)
+    count = _tiles_of(ProductTile.of(name), rows, n)
     return max((splits for splits in SPLITS if splits * count <= hardware.processors), default=1)
 
 
@@ -200,7 +190,7 @@ def parameters(
     made = tiles(problem, rows, hardware)
     names = (made[0], *vendors, *made[1:]) if rows <= FEW_ROWS and hardware.on_gpu else (*vendors, *made)
     if roles:
-        ours = tiles_with_roles(problem, rows, hardware)
+        ours = tuple(with_roles(problem, rows, hardware))
         firsts = (*ours[:1], *names[:2]) if rows in BEST_WITH_ROLES else (*names[:2], *ours[:1])
         names = (*firsts, *ours[1:], *names[2:])
     return {"product": names, "splits": tuple(splits for splits in SPLITS if splits * GROUP <= max(problem.k, GROUP))}
@@ -219,11 +209,12 @@ def choices(
     `one_program_each`: for a kernel with one program a processor, first with `splits_at_once`, then with those that occupy all.
     """
     space = parameters(problem, rows, hardware, library=library, roles=roles)
+    parts = with_roles(problem, rows, hardware) if roles else {}
     choices_: list[dict[str, Value]] = []
     for attempt in (0, 1):
         for name in space["product"]:
-            if str(name).startswith(ROLES):
-                choices_.append({"product": name, "splits": splits_with_roles(name, problem, rows, hardware)})
+            if name in parts:
+                choices_.append({"product": name, "splits": parts[name]})
                 continue
             filling = splits_for(name, rows, problem.n, hardware)
             twice = 1 if name == LIBRARY else 2 * filling

@@ -76,23 +76,29 @@ CODES = [
 ]
 
 
+def by_words(problem: GemmReduceScatter, tile: str, splits: int) -> Config:
+    """A config of these sizes, where the GPU has the variant."""
+    usual = with_values(problem, "scaled_specialized_words")
+    return Config.of(usual.variant, product=f"roles-{tile}", splits=splits)
+
+
 @pytest.mark.parametrize("problem", CODES, ids=str)
 @pytest.mark.parametrize(("tile", "splits"), [("64x64x8x8x2", 1), ("64x64x9x4x2", 2), ("64x128x6x8x1", 1), ("128x64x6x8x2", 3)])
 def test_warps_with_roles_that_send_words_never_err(problem: GemmReduceScatter, tile: str, splits: int) -> None:
-    config = Config.of("scaled_specialized_words", product=f"roles-{tile}", splits=splits)
+    config = by_words(problem, tile, splits)
     run(problem, config, 100)
     assert ranks_of_one_gpu.differences(problem, config, 20) == 0
 
 
 def test_calls_of_fewer_rows_may_come_between_those_of_words_of_warps_with_roles() -> None:
     smaller = [replace(CODES[1], m=m) for m in (130, 64, 1, 128, 65, 130, 3)]
-    config = Config.of("scaled_specialized_words", product="roles-64x64x8x8x2", splits=2)
+    config = by_words(CODES[1], "64x64x8x8x2", 2)
     assert ranks_of_one_gpu.mix_of(CODES[1], config, smaller, 60) <= TOLERANCE["bf16"]
 
 
 @pytest.mark.parametrize("missing", range(3))
 def test_warps_with_roles_name_a_rank_that_sends_no_words(missing: int) -> None:
-    config = Config.of("scaled_specialized_words", product="roles-64x64x8x8x2", splits=1)
+    config = by_words(CODES[1], "64x64x8x8x2", 1)
     said = ranks_of_one_gpu.without(missing, CODES[1], config)
     for rank, line in zip([rank for rank in range(3) if rank != missing], said, strict=True):
         assert re.match(f"rank {rank} waited for .* of rank {missing}:", str(line))

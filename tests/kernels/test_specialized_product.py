@@ -51,7 +51,7 @@ def multiply(
         *padded([View(out, (1, 64, part)) for part in parts], 3, None),
         Pointer(of_a.t().reshape(-1).numpy()), *strides, Pointer(of_b.reshape(-1).numpy()),
         Pointer(partials), Pointer(np.zeros(tiles * groups, np.int32)), m, n, k // 2,
-        scales, splits, groups, tile.warps // (4 * groups), *padded(parts, 3, 0), tile.stages, tile.strips, "cuda",
+        scales, splits, groups, tile.turns, *padded(parts, 3, 0), tile.stages, tile.strips, "cuda",
     )  # fmt: skip
     warps.stopped.clear()
     together(programs_of(0, PROGRAMS, plain(specialized_product.specialized_product_kernel), args))

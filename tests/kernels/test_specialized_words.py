@@ -62,7 +62,7 @@ def sums(
             args = (
                 View(a.view(torch.float16).numpy(), (64, 64)), View(b.view(torch.float16).numpy(), (tile.columns, 64)),
                 View(outs[number][rank][None], (1, 64, tile.columns)), of_all, exchanged, (items, m, n, k // 2),
-                world, scales, splits, groups, tile.warps // (4 * groups), tile.columns, tile.stages, tile.strips, "cuda",
+                world, scales, splits, groups, tile.turns, tile.columns, tile.stages, tile.strips, "cuda",
             )  # fmt: skip
             together(programs_of(rank, PROGRAMS, call, args))
 

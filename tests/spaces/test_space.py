@@ -163,15 +163,14 @@ def test_tiles_by_warps_with_roles_fit_and_keep_their_buffers(scales: str, k: in
 
     def tiles(rows: int) -> list[str]:
         problem = GemmReduceScatter(rows, 5120, k, "e4m3", "replicated", 2, scales=scales)
-        assert not scaled.tiles_with_roles(problem, rows, replace(H200, target="cuda:100"))
-        return [str(name) for name in scaled.tiles_with_roles(problem, rows, H200)]
+        assert not scaled.with_roles(problem, rows, replace(H200, target="cuda:100"))
+        return [str(name) for name in scaled.with_roles(problem, rows, H200)]
 
     assert {*tiles(1)} == {*tiles(64)} < {*tiles(65)} == {*tiles(256)}
     for name in tiles(128):
         tile = ProductTile.of(name)
-        groups = tile.warps // 4
-        turns = groups * 64 // tile.rows
-        assert groups <= 2 and tile.strips == (1 if k % 256 else tile.strips)
+        turns = tile.turns
+        assert tile.groups * turns <= 2 and tile.strips == (1 if k % 256 else tile.strips)
         assert turns == 1 or tile.stages % (turns * tile.strips) == 0
         sums = 4 * tile.rows * tile.columns if turns > 1 else 0
         assert (tile.rows + tile.columns) * 128 * tile.stages + 2 * tile.rows * 64 + sums <= H200.shared_memory
