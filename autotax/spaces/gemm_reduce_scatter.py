@@ -11,7 +11,7 @@ from autotax.core.config import Config, Value
 from autotax.core.problem import ITEM_SIZES, ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import LINK_GBPS, Hardware, lanes
-from autotax.kernels.tiling import ProductTile
+from autotax.kernels.tiling import GROUP_ROWS, ProductTile
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.scaled import as_words
@@ -278,8 +278,14 @@ def scaled_two_kernel_words(problem: GemmReduceScatter, hardware: Hardware) -> V
 
 
 def scaled_specialized_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
-    """Few rows of e4m3 by warps with roles. A tile is one part of B wide, so that a group stages it at once."""
-    if problem.dtype != "e4m3" or problem.output != "replicated" or problem.m > gemm.MOST_ROWS:
+    """Few rows of e4m3 by warps with roles. A tile is one part of B wide, so that a group stages it at once.
+
+    For a scattered output the rows of a group must be whole shares of the ranks, so that tiles hold all rows of padding.
+    """
+    scattered = problem.output == "scattered"
+    if problem.dtype != "e4m3" or problem.m > gemm.MOST_ROWS * (2 if scattered else 1):
+        return None
+    if scattered and (problem.world_size == 1 or GROUP_ROWS % problem.world_size != 0):
         return None
     tiles = scaled.with_roles(problem, problem.m, hardware, scaled.BLOCKS_OF_ONE_SCALE)
     if not tiles:

@@ -229,10 +229,13 @@ def test_warps_with_roles_that_send_sums_of_codes_never_err(
     run(ranks, problem, default_with(problem, "scaled_specialized", **sides_of(tile), adds=adds))
 
 
-@pytest.mark.parametrize(("scales", "rows"), [("row", 64), ("block", 130), ("tensor", 5)])
+@pytest.mark.parametrize("output", ["replicated", "scattered"])
+@pytest.mark.parametrize(("scales", "rows"), [("row", 64), ("block", 129), ("tensor", 5)])
 @pytest.mark.parametrize(("tile", "splits"), [("64x64x12x8x2", 1), ("64x128x6x8x1", 3), ("128x64x8x8x2", 1)])
-def test_warps_with_roles_that_send_words_never_err(ranks: Ranks, scales: str, rows: int, tile: str, splits: int) -> None:
-    problem = GemmReduceScatter(rows, 784, 1280, "e4m3", "replicated", WORLD, scales=scales)
+def test_warps_with_roles_that_send_words_never_err(
+    ranks: Ranks, scales: str, rows: int, tile: str, splits: int, output: str
+) -> None:
+    problem = GemmReduceScatter(rows, 784, 1280, "e4m3", output, WORLD, scales=scales)
     usual = default_with(problem, "scaled_specialized_words")
     run(ranks, problem, Config.of(usual.variant, product=f"roles-{tile}", splits=splits))
 

@@ -73,6 +73,8 @@ CODES = [
     GemmReduceScatter(64, 784, 1024, "e4m3", "replicated", 2, scales="row"),
     GemmReduceScatter(130, 1024, 2048, "e4m3", "replicated", 3, scales="block"),
     GemmReduceScatter(5, 528, 1280, "e4m3", "replicated", WORLD, scales="row", quantize="row"),
+    GemmReduceScatter(301, 784, 1024, "e4m3", "scattered", 2, scales="row"),
+    GemmReduceScatter(129, 528, 1280, "e4m3", "scattered", WORLD, scales="block"),
 ]
 
 
@@ -90,10 +92,11 @@ def test_warps_with_roles_that_send_words_never_err(problem: GemmReduceScatter, 
     assert ranks_of_one_gpu.differences(problem, config, 20) == 0
 
 
-def test_calls_of_fewer_rows_may_come_between_those_of_words_of_warps_with_roles() -> None:
-    smaller = [replace(CODES[1], m=m) for m in (130, 64, 1, 128, 65, 130, 3)]
-    config = by_words(CODES[1], "64x64x8x8x2", 2)
-    assert ranks_of_one_gpu.mix_of(CODES[1], config, smaller, 60) <= TOLERANCE["bf16"]
+@pytest.mark.parametrize("problem", [CODES[1], CODES[-1]], ids=str)
+def test_calls_of_fewer_rows_may_come_between_those_of_words_of_warps_with_roles(problem: GemmReduceScatter) -> None:
+    smaller = [replace(problem, m=m) for m in (problem.m, 64, 1, 128, 65, problem.m, 3)]
+    config = by_words(problem, "64x64x8x8x2", 2)
+    assert ranks_of_one_gpu.mix_of(problem, config, smaller, 60) <= TOLERANCE["bf16"]
 
 
 @pytest.mark.parametrize("missing", range(3))

@@ -19,12 +19,13 @@ PROGRAMS = 3
 
 
 def sums(
-    world: int, sizes: list[int], n: int, k: int, scales: str, tile: tiling.ProductTile, splits: int, added: int | None
-) -> tuple[list[list[np.ndarray]], list[np.ndarray], np.ndarray]:
-    """C of all calls and ranks, what torch says of each call, and the inboxes. Calls of other sizes come between."""
+    world: int, sizes: list[int], n: int, k: int, scales: str, tile: tiling.ProductTile, splits: int, added: int | None,
+    scattered: bool,
+) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
+    """C of all calls and ranks, what torch says of them, and the inboxes. Calls of other sizes come between."""
     draw = torch.Generator().manual_seed(n + world)
     most, groups = max(sizes), tile.rows // 64
-    room = most * n // 4
+    room = (ceil_div(most, world) if scattered else most) * n // 4
     inboxes = np.full(2 * world * room * world, NOTHING, np.int64)
     bases = np.arange(world, dtype=np.int64) * (2 * world * room * 8)
     tiles = ceil_div(most, tile.rows) * ceil_div(n, tile.columns)
@@ -40,8 +41,10 @@ def sums(
     for calls in inputs:
         calls[0][0][0] = 0.0
         calls[0][0].view(torch.uint8)[0, :] = 0x80  # products of -0.0
-    bias, residuals = torch.randn(n, generator=draw).half(), [torch.randn(m, n, generator=draw).half() for m in sizes]
-    outs = [[np.full((m, n), np.nan, np.float16) for _ in range(world)] for m in sizes]
+    bias = torch.randn(n, generator=draw).half()
+    high = [ceil_div(m, world) if scattered else m for m in sizes]
+    residuals = [[torch.randn(rows, n, generator=draw).half()] * world for rows in high]
+    outs = [[np.full((rows, n), np.nan, np.float16) for _ in range(world)] for rows in high]
 
     def words(matrix: np.ndarray) -> Pointer:
         return Pointer(matrix.reshape(-1).view(np.int64))
@@ -56,13 +59,13 @@ def sums(
             of_all = (*factors, Pointer(partials), Pointer(finished))
             inbox = Pointer(inboxes, rank * 2 * world * room)
             inbox.dtype = inboxes
-            more = (None, None, None) if added is None else (words(bias.numpy()), words(residuals[number].numpy()), added)
+            more = (None, None, None) if added is None else (words(bias.numpy()), words(residuals[number][rank].numpy()), added)
             exchanged = (words(outs[number][rank]), *more, inbox, Pointer(bases), Pointer(limit), rank, number + 1, room)
             items = ceil_div(m, tile.rows) * ceil_div(n, tile.columns) * splits
             args = (
                 View(a.view(torch.float16).numpy(), (64, 64)), View(b.view(torch.float16).numpy(), (tile.columns, 64)),
                 View(outs[number][rank][None], (1, 64, tile.columns)), of_all, exchanged, (items, m, n, k // 2),
-                world, scales, splits, groups, tile.turns, tile.columns, tile.stages, tile.strips, "cuda",
+                world, scattered, scales, splits, groups, tile.turns, tile.columns, tile.stages, tile.strips, "cuda",
             )  # fmt: skip
             together(programs_of(rank, PROGRAMS, call, args))
 
@@ -74,10 +77,14 @@ def sums(
             (dequantised(*a, scales, weight=False) @ dequantised(*b, scales, weight=True).t()).half().float()
             for a, b in zip(calls, weights, strict=True)
         )
-        if added is not None:
-            total = total.half().float() + (bias.float() if added % 2 else 0) + (residuals[number].float() if added >= 2 else 0)
-        right.append(total.numpy())
-    return outs, right, inboxes
+        shares = [total[rank * high[number] :][: high[number]] if scattered else total for rank in range(world)]
+        for share, residual in zip(shares, residuals[number], strict=True):
+            if added is not None:
+                share = share if scattered else share.half().float()
+                share = share + (bias.float() if added % 2 else 0) + (residual[: len(share)].float() if added >= 2 else 0)
+            padding = torch.zeros(high[number] - len(share), n)
+            right.append(torch.cat([share, padding]).numpy())
+    return [out for of_ranks in outs for out in of_ranks], right, inboxes
 
 
 @pytest.mark.parametrize(
@@ -88,8 +95,23 @@ def sums(
     ],
 )  # fmt: skip
 def test_all_ranks_get_the_sum_with_equal_bits(world: int, scales: str, name: str, splits: int, added: int | None) -> None:
-    outs, right, inboxes = sums(world, [130, 5, 130, 64], 304, 768, scales, tiling.ProductTile.of(name), splits, added)
-    for of_ranks, wanted in zip(outs, right, strict=True):
-        np.testing.assert_allclose(of_ranks[0], wanted, rtol=3e-3, atol=5e-2)
-        assert all(np.array_equal(out.view(np.int16), of_ranks[0].view(np.int16)) for out in of_ranks)
+    outs, right, inboxes = sums(world, [130, 5, 130, 64], 304, 768, scales, tiling.ProductTile.of(name), splits, added, False)
+    for number, (out, wanted) in enumerate(zip(outs, right, strict=True)):
+        np.testing.assert_allclose(out, wanted, rtol=3e-3, atol=5e-2)
+        np.testing.assert_array_equal(out.view(np.int16), outs[number // world * world].view(np.int16))
+    assert (inboxes == NOTHING).all(), "a word was left behind"
+
+
+@pytest.mark.parametrize(
+    ("world", "scales", "name", "splits", "added"),
+    [
+        (2, "row", "64x64x8x8x2", 1, None), (4, "row", "128x64x3x8x2", 1, 3),
+        *volume((2, "block", "64x64x4x8x2", 2, 1), (4, "tensor", "64x128x2x8x1", 3, 2)),
+    ],
+)  # fmt: skip
+def test_each_rank_gets_the_sum_of_its_rows(world: int, scales: str, name: str, splits: int, added: int | None) -> None:
+    """129 rows and 5 leave padding, which is zero. One row leaves ranks with padding alone."""
+    outs, right, inboxes = sums(world, [129, 1, 5, 130, 64], 304, 768, scales, tiling.ProductTile.of(name), splits, added, True)
+    for out, wanted in zip(outs, right, strict=True):
+        np.testing.assert_allclose(out, wanted, rtol=3e-3, atol=5e-2)
     assert (inboxes == NOTHING).all(), "a word was left behind"

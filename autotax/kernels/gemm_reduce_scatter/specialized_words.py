@@ -1,12 +1,14 @@
-"""scaled_specialized_words, for few rows of e4m3 and a replicated output: one kernel whose groups multiply, send and add up.
+"""scaled_specialized_words, for few rows of e4m3: one kernel whose groups multiply, send and add up.
 
-A group multiplies as in `specialized_product`. It rounds its rows of a tile to the type of C and sends them to all peers as words
-of four elements, which need no flag: NOTHING marks a word that has not come (see `push_words`). Then it polls for the peers' words
-of the same rows, adds up all ranks' in their order, and puts NOTHING back.
+A group multiplies as in `specialized_product`. It rounds its rows of a tile to the type of C and sends them as words of four
+elements, which need no flag: NOTHING marks a word that has not come (see `push_words`). Rows of a replicated output go to all
+peers, those of a scattered one to their owner. Then the group polls for the peers' words of the rows that its rank adds up, adds up
+all ranks' in their order, and puts NOTHING back.
 
 All ranks take tiles in one order and send before they wait. All programs are resident, one per processor. So every wait is for a
 rank that has not begun. Two slots suffice: a rank begins a call only after the last, for which it had words from all peers, and
-those send theirs of a call after they have put back NOTHING of the one before. See docs/memory-model.md.
+those send theirs of a call after they have put back NOTHING of the one before. Rows of padding are sent too, as zeros, so that
+every rank has words of every call. See docs/memory-model.md.
 """
 
 from __future__ import annotations
@@ -96,14 +98,16 @@ def sum_of_ranks(own, words, at, inside, control, rank, epoch, room, WORLD: gl.c
 
 
 @gluon.jit
-def with_addends(total, bias, residual, NUMBER: gl.constexpr, TYPE: gl.constexpr):
-    """The rounded sum plus this rank's addends."""
-    return total.to(TYPE).to(gl.float32) + element(bias, NUMBER, TYPE) + element(residual, NUMBER, TYPE)
+def with_addends(total, bias, residual, NUMBER: gl.constexpr, SCATTERED: gl.constexpr, TYPE: gl.constexpr):
+    """The sum plus this rank's addends. All ranks share the rounded sum of a replicated output."""
+    if not SCATTERED:
+        total = total.to(TYPE).to(gl.float32)
+    return total + element(bias, NUMBER, TYPE) + element(residual, NUMBER, TYPE)
 
 
 @gluon.jit
-def exchange(tile, row, col, exchanged, staging, share, WORLD: gl.constexpr, TARGET: gl.constexpr):
-    """Sends a group's rows of a tile to all peers, then stores the sum of all ranks' rows.
+def exchange(tile, row, col, exchanged, staging, share, WORLD: gl.constexpr, SCATTERED: gl.constexpr, TARGET: gl.constexpr):
+    """Sends a group's rows of a tile to their owners or to all peers, then stores the sums of all ranks' rows.
 
     `exchanged` are (out, bias, residual, added, words, bases, control, rank, epoch, room): matrices as words, which addends there are
     (None: none), the inbox [2, WORLD, room], and the heap's bases.
@@ -117,28 +121,41 @@ def exchange(tile, row, col, exchanged, staging, share, WORLD: gl.constexpr, TAR
     r = row + gl.arange(0, X_ROWS, layout=gl.SliceLayout(1, layout))
     c = col // WORD + gl.arange(0, ACROSS, layout=gl.SliceLayout(0, layout))
     width = n // WORD
-    inside = (r < m)[:, None] & (c < width)[None, :]
+    real = (r < m)[:, None] & (c < width)[None, :]
+    inside = real
+    adds = real
     at = r[:, None] * width + c[None, :]
+    owner = r
+    if SCATTERED:
+        high = gl.cdiv(m, WORLD)
+        owner = r // high
+        inside = (r < high * WORLD)[:, None] & (c < width)[None, :]
+        adds = inside & (owner == rank)[:, None]
+        at = (r % high)[:, None] * width + c[None, :]
+        own = gl.where(real, own, 0)
     place = words.to(gl.int64) - gl.load(bases + rank) + 8 * gl.cast(((epoch & 1) * WORLD + rank) * room, gl.int64)
     for hop in gl.static_range(1, WORLD):
-        theirs = (gl.load(bases + (rank + hop) % WORLD) + place).to(words.dtype)
-        gl.store(theirs + at, own, mask=inside)
-    zeroth, first, second, third = sum_of_ranks(own, words, at, inside, control, rank, epoch, room, WORLD, TYPE, TARGET)
+        peer = (rank + hop) % WORLD
+        theirs = (gl.load(bases + peer) + place).to(words.dtype)
+        gl.store(theirs + at, own, mask=inside & (owner == peer)[:, None] if SCATTERED else inside)
+    zeroth, first, second, third = sum_of_ranks(own, words, at, adds, control, rank, epoch, room, WORLD, TYPE, TARGET)
     if added is not None:
         of_bias = gl.load(bias + c, mask=(c < width) & (added % 2 == 1), other=0)[None, :]
-        of_rows = gl.load(residual + at, mask=inside & (added >= 2), other=0)
-        zeroth = with_addends(zeroth, of_bias, of_rows, 0, TYPE)
-        first = with_addends(first, of_bias, of_rows, 1, TYPE)
-        second = with_addends(second, of_bias, of_rows, 2, TYPE)
-        third = with_addends(third, of_bias, of_rows, 3, TYPE)
+        if SCATTERED:
+            of_bias = gl.where(real, of_bias, 0)
+        of_rows = gl.load(residual + at, mask=adds & real & (added >= 2), other=0)
+        zeroth = with_addends(zeroth, of_bias, of_rows, 0, SCATTERED, TYPE)
+        first = with_addends(first, of_bias, of_rows, 1, SCATTERED, TYPE)
+        second = with_addends(second, of_bias, of_rows, 2, SCATTERED, TYPE)
+        third = with_addends(third, of_bias, of_rows, 3, SCATTERED, TYPE)
     all_four = packed(zeroth, 0, TYPE) | packed(first, 1, TYPE) | packed(second, 2, TYPE) | packed(third, 3, TYPE)
-    gl.store(out + at, all_four, mask=inside)
+    gl.store(out + at, all_four, mask=adds)
 
 
 @gluon.jit
 def multiply_and_add(
     GROUP: gl.constexpr, TURN: gl.constexpr, of_all, exchanged, stagings, buffers, sums, share,
-    WORLD: gl.constexpr, SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, Y1: gl.constexpr,
+    WORLD: gl.constexpr, SCATTERED: gl.constexpr, SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, Y1: gl.constexpr,
     STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """A group: `specialized_product.multiply`, whose complete tiles are exchanged."""
@@ -151,14 +168,14 @@ def multiply_and_add(
         )  # fmt: skip
         if TURN == 0:
             if complete:
-                exchange(tile, row, col, exchanged, stagings.index(GROUP), share, WORLD, TARGET)
+                exchange(tile, row, col, exchanged, stagings.index(GROUP), share, WORLD, SCATTERED, TARGET)
         phase ^= 1
 
 
 @gluon.jit
 def add_tiles(
     a, b, box, of_all, exchanged, share,
-    WORLD: gl.constexpr, SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, Y1: gl.constexpr,
+    WORLD: gl.constexpr, SCATTERED: gl.constexpr, SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, Y1: gl.constexpr,
     STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """The work of a program. `box` is a TMA descriptor of C, whose box says how much a group stages."""
@@ -172,7 +189,7 @@ def add_tiles(
     if GROUPS * TURNS == 1:
         gl.warp_specialize(
             [
-                (multiply_and_add, (0, 0, of_all, exchanged, stagings, buffers, sums, share, WORLD, SCALES, SPLITS, GROUPS, TURNS, Y1, STAGES, STRIPS, TARGET)),
+                (multiply_and_add, (0, 0, of_all, exchanged, stagings, buffers, sums, share, WORLD, SCATTERED, SCALES, SPLITS, GROUPS, TURNS, Y1, STAGES, STRIPS, TARGET)),
                 (load_blocks, (a, (b, b, b), buffers, share, SPLITS, GROUPS, Y1, 0, 0, STAGES, STRIPS)),
             ],
             [1],
@@ -181,8 +198,8 @@ def add_tiles(
     else:
         gl.warp_specialize(
             [
-                (multiply_and_add, (0, 0, of_all, exchanged, stagings, buffers, sums, share, WORLD, SCALES, SPLITS, GROUPS, TURNS, Y1, STAGES, STRIPS, TARGET)),
-                (multiply_and_add, (1 // TURNS, 1 % TURNS, of_all, exchanged, stagings, buffers, sums, share, WORLD, SCALES, SPLITS, GROUPS, TURNS, Y1, STAGES, STRIPS, TARGET)),
+                (multiply_and_add, (0, 0, of_all, exchanged, stagings, buffers, sums, share, WORLD, SCATTERED, SCALES, SPLITS, GROUPS, TURNS, Y1, STAGES, STRIPS, TARGET)),
+                (multiply_and_add, (1 // TURNS, 1 % TURNS, of_all, exchanged, stagings, buffers, sums, share, WORLD, SCATTERED, SCALES, SPLITS, GROUPS, TURNS, Y1, STAGES, STRIPS, TARGET)),
                 (load_blocks, (a, (b, b, b), buffers, share, SPLITS, GROUPS, Y1, 0, 0, STAGES, STRIPS)),
             ],
             [4, 1],
@@ -194,7 +211,7 @@ def add_tiles(
 def specialized_words_kernel(
     a, b, box, scales_a, stride_m, stride_g, scales_b, partials, finished, m, n, cols,
     out, bias, residual, added, words, bases, control, rank, room,
-    WORLD: gl.constexpr, SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, Y1: gl.constexpr,
+    WORLD: gl.constexpr, SCATTERED: gl.constexpr, SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, Y1: gl.constexpr,
     STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """See `specialized_product_kernel` for the first line, `exchange` for the second."""
@@ -205,7 +222,7 @@ def specialized_words_kernel(
     exchanged = (out, bias, residual, added, words, bases, control, rank, epoch, room)
     add_tiles(
         a, b, box, of_all, exchanged, (items, m, n, cols),
-        WORLD, SCALES, SPLITS, GROUPS, TURNS, Y1, STAGES, STRIPS, TARGET,
+        WORLD, SCATTERED, SCALES, SPLITS, GROUPS, TURNS, Y1, STAGES, STRIPS, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0), TARGET)
 
@@ -218,7 +235,8 @@ class ScaledSpecializedWords(Adding):
         self.quantised = Quantiser(problem, problem.m, context)
         self.product = SpecializedProduct(ProductTile.of(config["product"]), config["splits"], problem, problem.m, context)
         self.constants = {name: value for name, value in self.product.constants.items() if name not in ("Y2", "Y3")}
-        self.room = problem.m * problem.n // WORD.value
+        self.scattered = problem.output == "scattered"
+        self.room = (problem.shard_rows if self.scattered else problem.m) * problem.n // WORD.value
         self.words = context.heap.alloc((2 * problem.world_size * self.room,), torch.int64).fill_(NOTHING)
 
     def __call__(self, a: Tensor, b: Tensor, *rest: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
@@ -231,7 +249,7 @@ class ScaledSpecializedWords(Adding):
         context.launch(
             specialized_words_kernel, product.grid(len(codes)), view_a, view_b, box, *others,
             *matrices, which, self.words, context.heap.bases, self.control, context.rank, self.room,
-            WORLD=problem.world_size, **self.constants,
+            WORLD=problem.world_size, SCATTERED=self.scattered, **self.constants,
         )  # fmt: skip
 
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:  # noqa: ARG002
