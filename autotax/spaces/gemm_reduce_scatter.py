@@ -283,9 +283,7 @@ def scaled_specialized_words(problem: GemmReduceScatter, hardware: Hardware) -> 
     For a scattered output the rows of a group must be whole shares of the ranks, so that tiles hold all rows of padding.
     """
     scattered = problem.output == "scattered"
-    if problem.dtype != "e4m3" or problem.m > gemm.MOST_ROWS * (2 if scattered else 1):
-        return None
-    if scattered and (problem.world_size == 1 or GROUP_ROWS % problem.world_size != 0):
+    if problem.dtype != "e4m3" or problem.m > gemm.MOST_ROWS or (scattered and GROUP_ROWS % problem.world_size != 0):
         return None
     tiles = scaled.with_roles(problem, problem.m, hardware, scaled.BLOCKS_OF_ONE_SCALE)
     if not tiles:
