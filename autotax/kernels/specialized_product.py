@@ -1,6 +1,6 @@
-"""The product of a rank's codes by warps with roles: a warp loads blocks, groups of four warps multiply. For Hopper.
+"""The product of a rank's operands by warps with roles: a warp loads blocks, groups of four warps multiply. For Hopper.
 
-`scaled_roles` says how groups multiply. X is a block of A, also for few rows: rows of X that A lacks are not loaded, and what
+`scaled_roles` says how groups multiply codes. SCALES "none" stands for operands of 16 bits, whose words are numbers. X is a block of A, also for few rows: rows of X that A lacks are not loaded, and what
 results from them is not stored. A group has 64 rows. Two groups may share rows and take turns at the buffers: the adds of one
 hide behind the products of the other. One of them then adds up the sums of both, by way of shared memory.
 
@@ -30,6 +30,7 @@ from autotax.kernels.all_gather_gemm.roles import (
     load_block,
     load_parts,
     padded,
+    products_of,
 )
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.product import grouped
@@ -126,19 +127,24 @@ def sum_of_tile(
     places, left, taken = sums
     BLOCK_N: gl.constexpr = Y1 + Y2 + Y3
     PART: gl.constexpr = X_ROWS * BLOCK_N
-    side: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, 32]))
     row, col, first, end = part_at(item, m, n, cols, SPLITS, GROUPS * X_ROWS, BLOCK_N, STRIPS)
     row += GROUP * X_ROWS
-    r = row + gl.arange(0, X_ROWS, layout=side)
-    inside = r < m
-    of_a = scales_a + gl.where(inside, r, 0).to(gl.int64) * stride_m
-    strip = first // BLOCK_K
-    of_b = scales_b + col // CODES * gl.cdiv(2 * cols, CODES) + strip
-    one, two, three, _ = multiply_tile(
-        GROUP, buffers, end - first, turn, of_a + strip * stride_g, stride_g, of_b,
-        SCALES, False, GROUPS, Y1, Y2, Y3, STAGES, 1, STRIPS, False, TURN, TURNS,
-    )  # fmt: skip
-    turn += gl.cdiv(end - first, BLOCK_K)
+    if SCALES == "none":
+        gl.static_assert(Y2 == 0 and TURNS == 1)
+        one, two, turn = products_of(GROUP, buffers, end - first, turn, GROUPS, 1, Y1, STAGES)
+        three = two
+    else:
+        side: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, 32]))
+        r = row + gl.arange(0, X_ROWS, layout=side)
+        inside = r < m
+        of_a = scales_a + gl.where(inside, r, 0).to(gl.int64) * stride_m
+        strip = first // BLOCK_K
+        of_b = scales_b + col // CODES * gl.cdiv(2 * cols, CODES) + strip
+        one, two, three, _ = multiply_tile(
+            GROUP, buffers, end - first, turn, of_a + strip * stride_g, stride_g, of_b,
+            SCALES, False, GROUPS, Y1, Y2, Y3, STAGES, 1, STRIPS, False, TURN, TURNS,
+        )  # fmt: skip
+        turn += gl.cdiv(end - first, BLOCK_K)
     complete = item >= 0
     if TURN > 0:
         mbarrier.wait(taken, phase ^ 1)
@@ -177,12 +183,13 @@ def sum_of_tile(
                     two = sum_of_parts(parts, two, X_ROWS * Y1, SPLITS, PART)
                 if Y3:
                     three = sum_of_parts(parts, three, X_ROWS * (Y1 + Y2), SPLITS, PART)
-        if complete:
-            one = with_scales(one, of_a, inside, scales_b, col, n, SCALES, False)
-            if Y2:
-                two = with_scales(two, of_a, inside, scales_b, col + Y1, n, SCALES, False)
-            if Y3:
-                three = with_scales(three, of_a, inside, scales_b, col + Y1 + Y2, n, SCALES, False)
+        if SCALES != "none":
+            if complete:
+                one = with_scales(one, of_a, inside, scales_b, col, n, SCALES, False)
+                if Y2:
+                    two = with_scales(two, of_a, inside, scales_b, col + Y1, n, SCALES, False)
+                if Y3:
+                    three = with_scales(three, of_a, inside, scales_b, col + Y1 + Y2, n, SCALES, False)
     return one, two, three, complete, row, col, turn
 
 
@@ -237,7 +244,7 @@ def specialized_product_kernel(
     SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr,
     STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """`a` [m, cols], `b` [n, cols] and `out` [1, m, n] are TMA descriptors of the boxes of a tile; `cols` are words of two codes."""
+    """`a` [m, cols], `b` [n, cols] and `out` [1, m, n] are TMA descriptors of the boxes of a tile; `cols` are words of 16 bits."""
     await_launch()
     b = (b1, b2, b3)
     out = (out1, out2, out3)
@@ -276,7 +283,7 @@ class SpecializedProduct:
     """Products of A [., k] and B [n, k] for one tile, with workspaces for `rows` rows of A or fewer."""
 
     def __init__(self, tile: ProductTile, splits: int, problem: Any, rows: int, context: Context) -> None:
-        self.context, self.problem, self.tile, self.splits = context, problem, tile, splits
+        self.context, self.problem, self.tile, self.splits, self.word = context, problem, tile, splits, problem.out_dtype
         self.parts = parts_of(tile.columns)
         staged = staged_columns(tile.columns, tile.stages)
         self.box_a = [min(GROUP_ROWS, max(LEAST_BOX, power_of_two(rows))), tiling.BLOCK_K]
@@ -292,22 +299,22 @@ class SpecializedProduct:
         } | OVERLAPPING  # fmt: skip
 
     def view(self, matrix: Tensor, box: list[int]) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(matrix, box, layout_of(tuple(box), self.problem.result))
+        return TensorDescriptor.from_tensor(matrix, box, layout_of(tuple(box), self.word))
 
     def grid(self, rows: int) -> tuple[int]:
         """Programs for A of so many rows: all are resident, one per processor."""
         items = ceil_div(rows, self.tile.rows) * ceil_div(self.problem.n, self.tile.columns) * self.splits
         return (min(items, self.context.processors),)
 
-    def arguments(self, a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> tuple[Any, ...]:
-        """The arguments of the kernel for codes with their scales."""
-        word = DTYPES[self.problem.result]
-        strides = scales_a.stride() if scales_a.dim() == 2 else (0, 0)
+    def arguments(self, a: Tensor, scales_a: Tensor | None, b: Tensor, scales_b: Tensor | None, out: Tensor) -> tuple[Any, ...]:
+        """The arguments of the kernel for codes with their scales, or for operands of 16 bits."""
+        word = DTYPES[self.word]
+        strides = scales_a.stride() if scales_a is not None and scales_a.dim() == 2 else (0, 0)
         return (
             self.view(a.view(word), self.box_a),
             *padded([self.view(b.view(word), box) for box in self.boxes_b], MOST_PARTS, None),
             *padded([self.view(out[None], box) for box in self.boxes_out], MOST_PARTS, None),
-            scales_a, *strides, scales_b, self.partials, self.finished, len(a), self.problem.n, self.problem.k // 2,
+            scales_a, *strides, scales_b, self.partials, self.finished, len(a), self.problem.n, self.problem.k * a.itemsize // 2,
         )  # fmt: skip
 
     def __call__(self, a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:

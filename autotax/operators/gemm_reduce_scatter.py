@@ -171,6 +171,7 @@ operator.variant("pull_reduce", f"{_KERNELS}.push:PullReduce", f"{_SPACES}:pull_
 operator.variant(
     "push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized", invariant=_uncut
 )
+operator.variant("specialized_words", f"{_KERNELS}.specialized_words:SpecializedWords", f"{_SPACES}:specialized_words")
 operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}:words")
 operator.variant("scaled_decomposed", f"{_KERNELS}.decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
 operator.variant("scaled_two_kernel", f"{_KERNELS}.two_kernel:ScaledTwoKernel", f"{_SPACES}:scaled_two_kernel")

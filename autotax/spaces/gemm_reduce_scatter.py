@@ -277,20 +277,29 @@ def scaled_two_kernel_words(problem: GemmReduceScatter, hardware: Hardware) -> V
     return VariantSpace("scaled_two_kernel_words", parameters, (*plain.constraints, scaled.whole()), tuple(dict.fromkeys(seeds)))
 
 
+def specialized_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """None for many rows, for float32, and for e4m3: see `scaled_specialized_words`."""
+    return None if problem.dtype == "e4m3" else _specialized_words("specialized_words", problem, hardware)
+
+
 def scaled_specialized_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
-    """Few rows of e4m3 by warps with roles. A tile is one part of B wide, so that a group stages it at once.
+    """That of `specialized_words` for words of two codes."""
+    return _specialized_words("scaled_specialized_words", problem, hardware) if problem.dtype == "e4m3" else None
+
+
+def _specialized_words(variant: str, problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """Few rows by warps with roles. A tile is one part of B wide, so that a group stages it at once.
 
     For a scattered output the rows of a group must be whole shares of the ranks, so that tiles hold all rows of padding.
     """
     scattered = problem.output == "scattered"
-    if problem.dtype != "e4m3" or problem.m > gemm.MOST_ROWS or (scattered and GROUP_ROWS % problem.world_size != 0):
+    if problem.m > gemm.MOST_ROWS or (scattered and GROUP_ROWS % problem.world_size != 0):
         return None
     tiles = scaled.with_roles(problem, problem.m, hardware, scaled.BLOCKS_OF_ONE_SCALE)
     if not tiles:
         return None
-    parameters = {"product": tuple(tiles), "splits": scaled.parameters(problem, problem.m, hardware)["splits"]}
-    seeds = [Config.of("scaled_specialized_words", product=tile, splits=splits) for tile, splits in tiles.items()]
-    return VariantSpace("scaled_specialized_words", parameters, seeds=tuple(seeds))
+    seeds = [Config.of(variant, product=tile, splits=splits) for tile, splits in tiles.items()]
+    return VariantSpace(variant, {"product": tuple(tiles), "splits": scaled.splits_of(problem)}, seeds=tuple(seeds))
 
 
 def _two_kernel_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:

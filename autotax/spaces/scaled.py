@@ -103,9 +103,12 @@ def with_roles(problem: Any, rows: int, hardware: Hardware, columns: range | tup
     There is none where the GPU or the matrices do not allow it.
 
     Each has as many stages as fit, since loads take longer than products. Groups take turns only with scales of blocks, for with
-    others they gain nothing (results/notes/gemm-reduce-scatter.md).
+    others they gain nothing (results/notes/gemm-reduce-scatter.md). Numbers of 16 bits have no strips.
     """
-    if problem.operand != "e4m3" or problem.k % 2 or not gemm_roles.have_roles(as_words(problem), hardware):
+    codes = problem.dtype == "e4m3"
+    if codes and (problem.operand != "e4m3" or problem.k % 2):
+        return {}
+    if not gemm_roles.have_roles(as_words(problem) if codes else problem, hardware):
         return {}
     estimates = []
     for high in COLUMNS_BY_ROLES if rows > GROUP_ROWS else [GROUP_ROWS]:
@@ -116,10 +119,10 @@ def with_roles(problem: Any, rows: int, hardware: Hardware, columns: range | tup
                 room = hardware.shared_memory - gemm_roles.BARRIER_BYTES - 2 * high * min(parts_of(wide)[0], PART_ROWS) - sums
                 fitting = room // ((high + wide) * GROUP)
                 # Groups that take turns need a multiple of their strips: see `multiply_tile`. Many single strips beat few pairs.
-                strips = 2 if problem.k % (2 * GROUP) == 0 and fitting // (2 * turns) * 2 * turns >= fitting - 1 else 1
+                strips = 2 if codes and problem.k % (2 * GROUP) == 0 and fitting // (2 * turns) * 2 * turns >= fitting - 1 else 1
                 stages = fitting // (strips * turns) * strips * turns if turns > 1 else fitting
                 tile = ProductTile(high, wide, stages, high // GROUP_ROWS * turns * GROUP_WARPS, strips)
-                us, splits = min((_time_with_roles(tile, splits, problem, rows, hardware), splits) for splits in SPLITS)
+                us, splits = min((_time_with_roles(tile, parts, problem, rows, hardware), parts) for parts in splits_of(problem))
                 estimates.append((us, ROLES + "x".join(map(str, tile)), splits))
     return {name: splits for _, name, splits in sorted(estimates)}
 
@@ -128,8 +131,9 @@ def _time_with_roles(tile: ProductTile, splits: int, problem: Any, rows: int, ha
     """Microseconds of a product: those of a processor, in whole waves of parts of tiles, and of reading B."""
     waves = ceil_div(_tiles_of(tile, rows, problem.n) * splits, hardware.processors)
     least, each = STRIP_US[tile.turns] if problem.scales == "block" else USUAL_STRIP_US
-    multiplied = waves * ceil_div(problem.k, GROUP * splits) * (least + each * (tile.rows + tile.columns))
-    loaded = problem.n * problem.k / (READ_GBPS * 1e3)
+    length = problem.k * problem.item_size
+    multiplied = waves * ceil_div(length, GROUP * splits) * (least + each * (tile.rows + tile.columns))
+    loaded = problem.n * length / (READ_GBPS * 1e3)
     added_up = PARTS_US * waves + PART_US * splits if splits > 1 else 0.0
     return max(multiplied, loaded) + (1 - HIDDEN) * min(multiplied, loaded) + added_up
 
@@ -193,7 +197,12 @@ def parameters(
         ours = tuple(with_roles(problem, rows, hardware))
         firsts = (*ours[:1], *names[:2]) if rows in BEST_WITH_ROLES else (*names[:2], *ours[:1])
         names = (*firsts, *ours[1:], *names[2:])
-    return {"product": names, "splits": tuple(splits for splits in SPLITS if splits * GROUP <= max(problem.k, GROUP))}
+    return {"product": names, "splits": splits_of(problem)}
+
+
+def splits_of(problem: Any) -> tuple[int, ...]:
+    """Parts along K. Each has at least one strip of 128 bytes of a row."""
+    return tuple(splits for splits in SPLITS if splits * GROUP <= max(problem.k * problem.item_size, GROUP))
 
 
 def whole() -> Constraint:

@@ -33,6 +33,8 @@ def sums(
     call = plain(add_tiles)
 
     def operand(rows: int, *, weight: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if scales == "none":
+            return torch.randn(rows, k, generator=draw).half(), torch.empty(0)
         codes = torch.randn(rows, k, generator=draw).to(torch.float8_e4m3fn)
         return codes, laid_out(torch.rand(scales_shape(scales, rows, k, weight=weight), generator=draw), scales, weight=weight)
 
@@ -40,7 +42,8 @@ def sums(
     inputs = [[operand(m, weight=False) for _ in range(world)] for m in sizes]
     for calls in inputs:
         calls[0][0][0] = 0.0
-        calls[0][0].view(torch.uint8)[0, :] = 0x80  # products of -0.0
+        if scales != "none":
+            calls[0][0].view(torch.uint8)[0, :] = 0x80  # products of -0.0
     bias = torch.randn(n, generator=draw).half()
     high = [ceil_div(m, world) if scattered else m for m in sizes]
     residuals = [[torch.randn(rows, n, generator=draw).half()] * world for rows in high]
@@ -64,19 +67,20 @@ def sums(
             items = ceil_div(m, tile.rows) * ceil_div(n, tile.columns) * splits
             args = (
                 View(a.view(torch.float16).numpy(), (64, 64)), View(b.view(torch.float16).numpy(), (tile.columns, 64)),
-                View(outs[number][rank][None], (1, 64, tile.columns)), of_all, exchanged, (items, m, n, k // 2),
+                View(outs[number][rank][None], (1, 64, tile.columns)), of_all, exchanged, (items, m, n, k * a.itemsize // 2),
                 world, scattered, scales, splits, groups, tile.turns, tile.columns, tile.stages, tile.strips, "cuda",
             )  # fmt: skip
             together(programs_of(rank, PROGRAMS, call, args))
 
     warps.stopped.clear()
     together([(lambda rank=rank: calls_of(rank)) for rank in range(world)])
+
+    def numbers(matrix: tuple[torch.Tensor, torch.Tensor], weight: bool) -> torch.Tensor:
+        return matrix[0].float() if scales == "none" else dequantised(*matrix, scales, weight=weight)
+
     right = []
     for number, calls in enumerate(inputs):
-        total = sum(
-            (dequantised(*a, scales, weight=False) @ dequantised(*b, scales, weight=True).t()).half().float()
-            for a, b in zip(calls, weights, strict=True)
-        )
+        total = sum((numbers(a, False) @ numbers(b, True).t()).half().float() for a, b in zip(calls, weights, strict=True))
         shares = [total[rank * high[number] :][: high[number]] if scattered else total for rank in range(world)]
         for share, residual in zip(shares, residuals[number], strict=True):
             if added is not None:
@@ -91,6 +95,7 @@ def sums(
     ("world", "scales", "name", "splits", "added"),
     [
         (2, "row", "64x64x8x8x2", 1, None), (2, "block", "64x64x4x8x2", 2, 3), (3, "row", "128x64x3x8x2", 1, 1),
+        (2, "none", "128x64x4x8x1", 1, 2), (3, "none", "64x64x3x4x1", 5, None),
         *volume((2, "tensor", "64x128x2x8x1", 1, 2), (3, "block", "64x128x3x4x2", 3, None)),
     ],
 )  # fmt: skip
@@ -105,7 +110,7 @@ def test_all_ranks_get_the_sum_with_equal_bits(world: int, scales: str, name: st
 @pytest.mark.parametrize(
     ("world", "scales", "name", "splits", "added"),
     [
-        (2, "row", "64x64x8x8x2", 1, None), (4, "row", "128x64x3x8x2", 1, 3),
+        (2, "row", "64x64x8x8x2", 1, None), (4, "row", "128x64x3x8x2", 1, 3), (2, "none", "64x128x3x4x1", 1, 1),
         *volume((2, "block", "64x64x4x8x2", 2, 1), (4, "tensor", "64x128x2x8x1", 3, 2)),
     ],
 )  # fmt: skip

@@ -31,6 +31,8 @@ def check(problem: GemmReduceScatter, config: Config) -> str | None:
         return slices_fault(problem, config)
     if config.variant == "two_kernel_words":
         return shares_fault(problem, config)
+    if config.variant == "specialized_words":
+        return tiles_fault(problem, config)
     if config.variant == "words":
         small = problem.world_size * problem.world_size * problem.m * problem.n <= 40 * MOST_STEPS
         return (cut_fault(problem, config) or words_fault(problem, config)) if small else None
@@ -55,6 +57,17 @@ def reduce_plan(problem: GemmReduceScatter, config: Config) -> Plan:
         for rank, own in enumerate(tasks):
             own += _received(problem, rank, height, units, lines, columns)
     return Plan(tasks, problem.out_rows, columns, units + (lines if replicated else 0), to_itself=not in_epilogue(config))
+
+
+def tiles_fault(problem: GemmReduceScatter, config: Config) -> str | None:
+    """Checks that tiles of `specialized_words` hold all rows of padding, and that each part along K has a block."""
+    tile = tiling.ProductTile.of(config["product"])
+    rows = problem.m if problem.output == "replicated" else problem.world_size * problem.shard_rows
+    if ceil_div(problem.m, tile.rows) * tile.rows < rows:
+        return f"{rows} rows are more than the tiles have"
+    if ceil_div(problem.k, tiling.BLOCK_K) < config["splits"]:
+        return "a part has no block of K"
+    return None
 
 
 def slices_fault(problem: GemmReduceScatter, config: Config) -> str | None:

@@ -218,6 +218,37 @@ def store_part(out, part, staging, row, col, rows, X_IS_B: gl.constexpr, TARGET:
 
 
 @gluon.jit
+def products_of(
+    GROUP: gl.constexpr, buffers, cols, turn,
+    GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The float32 sums of a group's 64 rows of 16 bits with one or two parts of a tile."""
+    x, y, full, empty = buffers
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    one = gl.zeros([X_ROWS, WIDE], gl.float32, layout)
+    two = gl.zeros([X_ROWS, WIDE], gl.float32, layout)
+    for at in range(0, cols, BLOCK_K):
+        stage = turn % STAGES
+        mbarrier.wait(full.index(stage), turn // STAGES & 1)
+        mine = x.index(stage * GROUPS + GROUP)
+        one = warpgroup_mma(mine, y[0].index(stage).permute((1, 0)), one, is_async=True)
+        # After this wait the products of the previous buffer are complete.
+        if PARTS == 2:
+            two = warpgroup_mma(mine, y[1].index(stage).permute((1, 0)), two, is_async=True)
+            one, two = warpgroup_mma_wait(num_outstanding=2, deps=(one, two))
+        else:
+            one = warpgroup_mma_wait(num_outstanding=1, deps=(one,))
+        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=at > 0)
+        turn += 1
+    if PARTS == 2:
+        one, two = warpgroup_mma_wait(num_outstanding=0, deps=(one, two))
+    else:
+        one = warpgroup_mma_wait(num_outstanding=0, deps=(one,))
+    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
+    return one, two, turn
+
+
+@gluon.jit
 def multiply_tiles(
     GROUP: gl.constexpr, out, stagings, buffers, share,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr,

@@ -1,4 +1,4 @@
-"""scaled_specialized_words, for few rows of e4m3: one kernel whose groups multiply, send and add up.
+"""specialized_words, for few rows: one kernel whose groups multiply, send and add up. For Hopper.
 
 A group multiplies as in `specialized_product`. It rounds its rows of a tile to the type of C and sends them as words of four
 elements, which need no flag: NOTHING marks a word that has not come (see `push_words`). Rows of a replicated output go to all
@@ -227,31 +227,45 @@ def specialized_words_kernel(
     leave(control, epoch, gl.num_programs(0), TARGET)
 
 
-class ScaledSpecializedWords(Adding):
-    """The product of `specialized_product` with its sum. Tensors of a call: see `scaled_sums.Scaled`."""
+class SpecializedWords(Adding):
+    """The product of `specialized_product` with its sum."""
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.quantised = Quantiser(problem, problem.m, context)
         self.product = SpecializedProduct(ProductTile.of(config["product"]), config["splits"], problem, problem.m, context)
         self.constants = {name: value for name, value in self.product.constants.items() if name not in ("Y2", "Y3")}
         self.scattered = problem.output == "scattered"
-        self.room = (problem.shard_rows if self.scattered else problem.m) * problem.n // WORD.value
+        self.room = problem.out_rows * problem.n // WORD.value
         self.words = context.heap.alloc((2 * problem.world_size * self.room,), torch.int64).fill_(NOTHING)
 
-    def __call__(self, a: Tensor, b: Tensor, *rest: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
-        of_a, scales_b, out = rest[:-2], rest[-2], rest[-1]
-        problem, context, product = self.problem, self.context, self.product
-        codes, scales = self.quantised(a, of_a[0] if of_a else None)
-        *added, which = addends(out, bias, residual)
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
+        self.launch(a, None, b, None, out, bias, residual)
+
+    def launch(self, a: Tensor, scales_a: Tensor | None, b: Tensor, scales_b: Tensor | None, out: Tensor, *more: Tensor | None) -> None:
+        """See `SpecializedProduct.arguments`; `more` are the bias and the residual, or None."""
+        context, product = self.context, self.product
+        *added, which = addends(out, *more)
         matrices = [matrix if matrix is None else matrix.view(-1).view(torch.int64) for matrix in (out, *added)]
-        view_a, view_b, _, _, box, _, _, *others = product.arguments(codes, scales, b, scales_b, out)  # a tile has one part
+        view_a, view_b, _, _, box, _, _, *others = product.arguments(a, scales_a, b, scales_b, out)  # a tile has one part
         context.launch(
-            specialized_words_kernel, product.grid(len(codes)), view_a, view_b, box, *others,
+            specialized_words_kernel, product.grid(len(a)), view_a, view_b, box, *others,
             *matrices, which, self.words, context.heap.bases, self.control, context.rank, self.room,
-            WORLD=problem.world_size, SCATTERED=self.scattered, **self.constants,
+            WORLD=self.problem.world_size, SCATTERED=self.scattered, **self.constants,
         )  # fmt: skip
 
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:  # noqa: ARG002
         """Any number of rows: each call takes the words that it sends and restores their markers."""
         return {}
+
+
+class ScaledSpecializedWords(SpecializedWords):
+    """`SpecializedWords` for e4m3. Tensors of a call: see `scaled_sums.Scaled`."""
+
+    def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.quantised = Quantiser(problem, problem.m, context)
+
+    def __call__(self, a: Tensor, b: Tensor, *rest: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
+        of_a, scales_b, out = rest[:-2], rest[-2], rest[-1]
+        codes, scales = self.quantised(a, of_a[0] if of_a else None)
+        self.launch(codes, scales, b, scales_b, out, bias, residual)
