@@ -293,7 +293,7 @@ def _specialized_words(variant: str, problem: GemmReduceScatter, hardware: Hardw
     For a scattered output the rows of a group must be whole shares of the ranks, so that tiles hold all rows of padding.
     """
     scattered = problem.output == "scattered"
-    if problem.m > gemm.MOST_ROWS or (scattered and GROUP_ROWS % problem.world_size != 0):
+    if problem.m > gemm.MOST_ROWS * (2 if scattered else 1) or (scattered and GROUP_ROWS % problem.world_size != 0):
         return None
     tiles = scaled.with_roles(problem, problem.m, hardware, scaled.BLOCKS_OF_ONE_SCALE)
     if not tiles:
