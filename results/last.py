@@ -1,0 +1,116 @@
+"""Prints Markdown of the last comparison of each winner of a folder, and geometric means by kind:
+
+    PYTHONPATH=. python results/last.py results/h200x2/fp8
+
+`exact` is the fastest alternative in a graph that accumulates in float32, `fast` the fastest with fast accumulation, `alone` the
+library's product.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any, NamedTuple
+
+from autotax.core.config import Config
+from autotax.core.problem import Problem
+from autotax.db import formats
+from autotax.report.formatting import microseconds
+
+NAMES = {"torch_reduce_scatter": "torch_rs"}
+EXCESS, START_US = 1.10, 6.0
+"""A figure is near the product if it is at most so many times its time and so many microseconds more."""
+
+
+class Figures(NamedTuple):
+    variant: str
+    us: float
+    bsp: float
+    exact: float
+    exact_name: str
+    fast: float | None
+    alone: float | None
+
+    @property
+    def best(self) -> float:
+        return min(self.exact, self.fast or self.exact)
+
+
+def figures_of(rows: list[dict[str, Any]]) -> Figures:
+    """What the rows of one comparison say."""
+    measured = {row["name"]: row for row in rows if row["latency_us"] and row["verified"] is not False}
+    ours = measured.pop("autotax")
+    alone = min((row["latency_us"] for name, row in measured.items() if name.startswith("cublas")), default=None)
+    others = {name: row["latency_us"] for name, row in measured.items() if name.endswith("-graph")}
+    exact = min((us, name) for name, us in others.items() if "fast" not in name)
+    fast = min((us for name, us in others.items() if "fast" in name), default=None)
+    return Figures(short(ours["variant"]), ours["latency_us"], others["bsp-graph"], exact[0], short(exact[1]), fast, alone)
+
+
+def is_of(config: Config, rows: list[dict[str, Any]]) -> bool:
+    """Whether a comparison is of this config. It may be older than some of its parameters."""
+    ours = next(row for row in rows if row["name"] == "autotax")
+    return ours["variant"] == config.variant and ours["config"].items() <= config.values.items()
+
+
+def short(name: str) -> str:
+    plain = name.removesuffix("-graph").replace("_scaled", "").replace("scaled_", "")
+    return NAMES.get(plain, plain)
+
+
+def kind_of(problem: Problem) -> str:
+    """`sum on all, block`"""
+    values = vars(problem)
+    kind = "gather" if problem.op == "all-gather-gemm" else {"scattered": "scatter", "replicated": "sum on all"}[values["output"]]
+    return f"{kind}, {values['scales']}" + (", quantised" if values["quantize"] != "none" else "")
+
+
+def size_of(problem: Problem) -> tuple[int, ...]:
+    return tuple(vars(problem)[name] for name in ("n", "k", "m"))
+
+
+def line(problem: Problem, figures: Figures) -> str:
+    n, k, m = size_of(problem)
+    kind, _, scales = kind_of(problem).partition(", ")
+    us, bsp, exact, fast, alone = (
+        microseconds(value) if value else "" for value in (figures.us, figures.bsp, figures.exact, figures.fast, figures.alone)
+    )
+    over, over_all = (f"{value / figures.us:.2f}x" for value in (figures.exact, figures.best))
+    cells = (f"{kind} {m} x {n} x {k}, {scales}", f"`{figures.variant}`", us, bsp, f"{exact} (`{figures.exact_name}`)")
+    return f"| {' | '.join((*cells, over, fast, over_all, alone))} |"
+
+
+def means(kind: str, members: list[Figures]) -> str:
+    over = [[getattr(own, name) / own.us for own in members] for name in ("bsp", "exact", "best")]
+    shown = [f"{geometric_mean(ratios):.2f}x ({min(ratios):.2f})" for ratios in over]
+    near = sum(own.us <= EXCESS * own.alone + START_US for own in members if own.alone)
+    return f"| {kind} | {len(members)} | " + " | ".join(shown) + f" | {near} |"
+
+
+def main(folder: Path) -> None:
+    winners = {entry.winner.problem.key: entry.winner for entry in formats.read(folder / "winners.json.xz")}
+    last: dict[str, list[dict[str, Any]]] = {}
+    with lzma.open(folder / "comparisons.jsonl.xz", "rt") as file:
+        for text in file:
+            record = json.loads(text)
+            key, rows = record["key"], record["rows"]
+            if key in winners and not record["error"] and (key not in last or is_of(winners[key].config, rows)):
+                last[key] = rows
+    kinds: dict[str, list[tuple[Problem, Figures]]] = defaultdict(list)
+    for key, rows in last.items():
+        kinds[kind_of(winners[key].problem)].append((winners[key].problem, figures_of(rows)))
+    print("| | problems | over BSP | over the best exact | over everything | near the product |\n|---|---|---|---|---|---|")
+    for kind, members in sorted(kinds.items()):
+        print(means(kind, [figures for _, figures in members]))
+    print("\n| problem | winner | us | BSP | exact | over it | fast | over all | alone |\n|---|---|---|---|---|---|---|---|---|")
+    for _, members in sorted(kinds.items()):
+        for problem, figures in sorted(members, key=lambda member: size_of(member[0])):
+            print(line(problem, figures))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
