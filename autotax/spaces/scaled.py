@@ -38,8 +38,8 @@ group has the rows and where two take turns. Measured on one H200 at 1 to 512 ro
 """
 PARTS_US, PART_US = 5.0, 1.0
 """Microseconds that it takes to store a part of a tile, and to add one up."""
-BEST_WITH_ROLES = range(33, 129)
-"""Rows of A at which such a product is the fastest of all, mostly: 20 of 24 products (results/h200x1/products.txt)."""
+BEST_WITH_ROLES = {"block": range(33, 129), "row": range(33, 257), "tensor": range(33, 257)}
+"""Rows of A at which such a product is the fastest of all, mostly, by scales: 23 of 30 products (results/h200x1/products.txt)."""
 READ_GBPS, HIDDEN = 3600.0, 0.8
 """GB/s at which such a product reads B, and the share of the shorter of loads and multiplications that the other hides."""
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -195,7 +195,7 @@ def parameters(
     names = (made[0], *vendors, *made[1:]) if rows <= FEW_ROWS and hardware.on_gpu else (*vendors, *made)
     if roles:
         ours = tuple(with_roles(problem, rows, hardware))
-        firsts = (*ours[:1], *names[:2]) if rows in BEST_WITH_ROLES else (*names[:2], *ours[:1])
+        firsts = (*ours[:1], *names[:2]) if rows in BEST_WITH_ROLES[problem.scales] else (*names[:2], *ours[:1])
         names = (*firsts, *ours[1:], *names[2:])
     return {"product": names, "splits": splits_of(problem)}
 
