@@ -76,8 +76,12 @@ class Search:
         self._sampler = optuna.create_study(sampler=sampler_for(self._sampler_name, settings.seed), direction="minimize")
         first, *others = space.seeds()  # bulk-synchronous, the baseline of all comparisons, and the rest
         in_turn = [config for pair in zip_longest(precedents, others) for config in pair if config]
-        start, peers = [*one_of_each([first, *precedents, *others]), *in_turn], registry.of(space.problem).peers
-        self._start = [config for config in dict.fromkeys(start) if config.variant not in peers]
+        firsts, peers = one_of_each([first, *precedents, *others]), registry.of(space.problem).peers
+        if self._sampler_name == "gp":
+            known = (prior or prior_for(space.problem, space.hardware)).knows
+            # Else a variant that is newer than the prior would have its turn after those that have won elsewhere, often too late.
+            firsts[2:] = sorted(firsts[2:], key=lambda config: known(config.variant))
+        self._start = [config for config in dict.fromkeys([*firsts, *in_turn]) if config.variant not in peers]
         self._queue = deque(self._start)
         self._alternatives = deque(config for config in others if config.variant in peers)
         for measurement in measured:

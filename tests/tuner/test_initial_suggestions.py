@@ -19,6 +19,7 @@ from autotax.runner import Candidate, Effort, Measurement, Overlap
 from autotax.software import Environment, environment
 from autotax.spaces import space_for
 from autotax.tuner import Settings, Silence, compile_ahead
+from autotax.tuner.model import Prior
 from autotax.tuner.search import FEWEST, Search
 from tests.tuner.shared import DECODE, GEMM, H200, run
 from tests.tuner.synthetic import SyntheticRunner
@@ -108,6 +109,16 @@ def test_a_variant_that_won_nowhere_is_tried_before_other_winners_of_one_that_di
     turns = 2 if sampler == "gp" else 1  # every other turn is the model's
     asked = [search.ask() for _ in range(len(alternatives) + turns * len(ours))]
     assert len(won) > len(ours) and {config.variant for config in asked if config} >= ours
+
+
+def test_a_variant_that_is_newer_than_the_prior_is_tried_before_those_that_won_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = GemmReduceScatter(16, 7168, 8192, "e4m3", "replicated", 2, scales="block")
+    space, knows = space_for(few, H200), Prior.knows
+    *old, new = (name for name, variant in space.variants.items() if name.startswith("scaled_") and variant.seeds)
+    monkeypatch.setattr(Prior, "knows", lambda prior, variant: variant != new and knows(prior, variant))
+    search = Search(space, Settings(sampler="gp"), [space.variants[name].seeds[0] for name in old])
+    asked = [search.ask() for _ in range(6 + len(set(registry.of(few).peers) & set(space.variants)))]
+    assert new in {config.variant for config in asked if config}
 
 
 @pytest.fixture
