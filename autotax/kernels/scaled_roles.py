@@ -72,13 +72,12 @@ def multiplied_here(values, factor):
 def multiply_tile(
     GROUP: gl.constexpr, buffers, cols, turn, of_a, stride, of_b,
     SCALES: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
-    DEPTH: gl.constexpr, STRIPS: gl.constexpr, EARLY: gl.constexpr = False, TURN: gl.constexpr = 0, TURNS: gl.constexpr = 1, beside=0,
+    DEPTH: gl.constexpr, STRIPS: gl.constexpr, EARLY: gl.constexpr = False, TURN: gl.constexpr = 0, TURNS: gl.constexpr = 1,
 ):  # fmt: skip
     """The float32 sums of a group's 64 rows of X with each part of Y; `cols` are words. See `roles.multiply_tiles`.
 
     With scales `block`, `of_a` are the addresses of the first scales of the rows of A, `stride` the distance of the next ones,
-    and `of_b` the address of the first scale of B, which serves the whole tile, or its first part: the distance from there to those
-    of the second is `beside`. With two STRIPS a group issues the products of both,
+    and `of_b` the address of the first scale of B, which serves the whole tile. With two STRIPS a group issues the products of both,
     then scales the sum of the first while tensor cores multiply the second. Without such scales tensor cores add up STRIPS strips.
 
     TURNS groups with the same rows take turns at the buffers. A buffer always has the same group: no group may wait for a load of
@@ -112,27 +111,21 @@ def multiply_tile(
     for at in range(start, cols, TURNS * (STEP * BLOCK_K)):
         first, second, third = one, two, three
         if Y1 + Y2 + Y3 > MOST_TOGETHER:  # part by part
-            gl.static_assert(DEPTH == 1 and Y3 == 0)
-            gl.static_assert(SCALES != "block" or (STRIPS == 1 and not X_IS_B))
+            gl.static_assert(DEPTH == 1 and Y3 == 0 and SCALES != "block")
             for strip in gl.static_range(STRIPS):
                 stage = (turn + strip) % STAGES
                 mbarrier.wait(full.index(stage), (turn + strip) // STAGES & 1)
                 mine = codes_of(x.index(stage * GROUPS + GROUP), X_ROWS)
                 first = product_of(mine, y[0].index(stage), first, layout1, Y1, strip > 0)
-            of_rows, of_cols, of_other = 1.0, 1.0, 1.0
-            if SCALES == "block":  # loaded while the product is computed
-                number = at // BLOCK_K
-                of_rows = gl.load(of_a + number * stride, cache_modifier=".cg")
-                of_cols, of_other = gl.load(of_b + number), gl.load(of_b + beside + number)
             first = warpgroup_mma_wait(num_outstanding=0, deps=(first,))
-            one = added(one, first, of_rows, of_cols, SCALES, X_IS_B)
+            one += first
             for strip in gl.static_range(STRIPS):
                 stage = (turn + strip) % STAGES
                 mine = codes_of(x.index(stage * GROUPS + GROUP), X_ROWS)
                 second = product_of(mine, y[1].index(stage), second, layout2, Y2, strip > 0)
             second = warpgroup_mma_wait(num_outstanding=0, deps=(second,))
             release(empty, turn, STRIPS - 1, STAGES, DEPTH, STRIPS)
-            two = added(two, second, of_rows, of_other, SCALES, X_IS_B)
+            two += second
         elif SCALES == "block" and STRIPS > 1:
             gl.static_assert(DEPTH == 1 and STRIPS == 2 and Y2 == 0)
             here, following = turn % STAGES, (turn + 1) % STAGES

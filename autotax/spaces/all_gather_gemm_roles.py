@@ -77,7 +77,7 @@ def scaled_specialized(problem: AllGatherGemm, hardware: Hardware) -> VariantSpa
     """
     if problem.dtype != "e4m3" or problem.operand != "e4m3":
         return None
-    columns = (*scaled.BLOCKS_OF_ONE_SCALE, SCALED_WIDEST) if problem.scales == "block" else BLOCKS_N
+    columns = scaled.BLOCKS_OF_ONE_SCALE if problem.scales == "block" else BLOCKS_N
 
     def suits(block_m: int, block_n: int) -> bool:
         whole = block_n <= tiling.MOST_TOGETHER or block_n == SCALED_WIDEST

@@ -357,7 +357,7 @@ def scaled_specialized(problem: GemmReduceScatter, hardware: Hardware) -> Varian
     if problem.dtype != "e4m3" or problem.operand != "e4m3":
         return None
     wide = problem.scales != "block"
-    suits = lambda m, n, adds: n == 128 or (wide and m == 64) or (adds == EPILOGUE and (wide or m == 128))  # noqa: E731
+    suits = lambda m, n, adds: n == 128 or (wide and (m == 64 or adds == EPILOGUE))  # noqa: E731
     space = _specialized("scaled_specialized", as_words(problem), hardware, suits)
     one_sum = Constraint(
         ("adds", "strip"), lambda adds, strip: wide or adds == EPILOGUE or strip == scaled.GROUP, "groups have too few registers"

@@ -48,7 +48,7 @@ BUSY = 0.84
 parts 45.2 (2 H200).
 """
 BLOCKS_OF_ONE_SCALE = (64, 128)
-"""Columns of parts of warp-specialized tiles that lie in one block of B with scales `block`."""
+"""Columns of warp-specialized tiles that lie in one block of B with scales `block`."""
 STRIP_STAGES, WIDE_STRIP_STAGES = 3, 4
 """Fewest stages with two strips at a time, of which a wider tile holds both for longer."""
 
@@ -66,8 +66,6 @@ def with_strips(space: VariantSpace, problem: Any) -> VariantSpace:
     allowed: tuple[Value, ...] = (GROUP, 2 * GROUP) if problem.k % (2 * GROUP) == 0 else (GROUP,)
 
     def loads(block_n: int, stages: int, strip: int) -> bool:
-        if problem.scales == "block" and block_n > MOST_TOGETHER:  # a group has room for the sum of one part of one strip
-            return strip == GROUP
         return strip == GROUP or stages >= (STRIP_STAGES if block_n <= MOST_TOGETHER else WIDE_STRIP_STAGES)
 
     constraint = Constraint(("block_n", "num_stages", "strip"), loads, "two strips leave too few stages for those that come next")

@@ -118,12 +118,9 @@ def multiply_scaled(
             place = gl.where(source == rank, own.to(gl.int64), dense.to(gl.int64) + 4 * (source * room).to(gl.int64))
             of_a = gl.where(inside, place + 4 * (r - source * shard_rows).to(gl.int64), own.to(gl.int64)).to(own.dtype)
         of_b = scales_b + col // CODES * groups
-        beside = 0
-        if Y2:
-            beside = gl.where(col + Y1 < n, groups, 0)  # else the second part has no column
         one, two, three, turn = multiply_tile(
             GROUP, buffers, cols, turn, of_a, shard, of_b,
-            SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, STRIPS, EARLY, 0, 1, beside,
+            SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, STRIPS, EARLY,
         )  # fmt: skip
         one = with_scales(one, of_a, inside, scales_b, col, n, SCALES, X_IS_B)
         store_boxes(out[0], one, staging, row, col, rows, X_IS_B, TARGET)

@@ -160,12 +160,9 @@ def multiply_tiles(
             inside = (within < rows) & (row < m)
             of_a = scales_a + gl.where(inside, row, 0) * stride_m
             of_b = scales_b + col // CODES * groups
-            beside = 0
-            if PARTS == 2:
-                beside = gl.where(col + WIDE < n, groups, 0)  # else the second part has no column
             one, two, _, turn = multiply_tile(
                 GROUP, buffers, cols, turn, of_a, stride_g, of_b,
-                SCALES, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1, STRIPS, False, 0, 1, beside,
+                SCALES, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1, STRIPS,
             )  # fmt: skip
         one = with_row_scales(one, of_a, inside, scales_b, col, n, SCALES)
         if EPILOGUE:
