@@ -290,7 +290,8 @@ def scaled_specialized_words(problem: GemmReduceScatter, hardware: Hardware) -> 
 def _specialized_words(variant: str, problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
     """Few rows by warps with roles. A tile is one part of B wide, so that a group stages it at once.
 
-    For a scattered output the rows of a group must be whole shares of the ranks, so that tiles hold all rows of padding.
+    A scattered output may have twice the rows, for two ranks then send as much. The rows of a group must be whole shares of the
+    ranks there, so that tiles hold all rows of padding.
     """
     scattered = problem.output == "scattered"
     if problem.m > gemm.MOST_ROWS * (2 if scattered else 1) or (scattered and GROUP_ROWS % problem.world_size != 0):
