@@ -122,6 +122,22 @@ def test_ten_thousand_replays_never_err(problem: GemmReduceScatter, variant: str
     run(problem, with_values(problem, variant), LONG)
 
 
+LARGE = [
+    (GemmReduceScatter(64, 5120, 4096, "e4m3", "replicated", 2, scales="row"), "64x64x12x8x2", 1),
+    (GemmReduceScatter(128, 5120, 4096, "e4m3", "replicated", 2, scales="block"), "64x128x6x8x1", 1),
+    (GemmReduceScatter(128, 5120, 4096, "e4m3", "replicated", 2, scales="row"), "128x64x8x8x2", 3),
+    (GemmReduceScatter(256, 5120, 4096, "e4m3", "scattered", 2, scales="row"), "128x128x6x8x2", 1),
+    (GemmReduceScatter(64, 8192, 2560, "bf16", "replicated", 2), "64x64x13x4x1", 1),
+    (GemmReduceScatter(201, 4096, 1536, "bf16", "scattered", 2), "128x64x8x8x1", 2),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("problem", "tile", "splits"), LARGE, ids=str)
+def test_ten_thousand_replays_of_words_of_warps_with_roles_never_err(problem: GemmReduceScatter, tile: str, splits: int) -> None:
+    run(problem, by_words(problem, tile, splits), LONG)
+
+
 @pytest.mark.parametrize("name", "abcdefgh")
 @pytest.mark.parametrize("variant", ["push", "pull_reduce"])
 def test_configs_drawn_at_random_never_err(variant: str, name: str) -> None:
