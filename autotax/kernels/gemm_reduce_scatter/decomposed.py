@@ -193,5 +193,3 @@ class Decomposed(Adding):
 
 class ScaledDecomposed(Scaled, Decomposed):
     """`decomposed` with products of e4m3."""
-
-    """`Decomposed` with products of e4m3."""

@@ -110,5 +110,3 @@ class TwoKernel(Adding):
 
 class ScaledTwoKernel(Scaled, TwoKernel):
     """`two_kernel` with a product of e4m3."""
-
-    """`TwoKernel` with a product of e4m3."""
