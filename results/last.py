@@ -41,7 +41,7 @@ class Figures(NamedTuple):
 
 
 def figures_of(rows: list[dict[str, Any]]) -> Figures:
-    """What the rows of one comparison say."""
+    """The figures of one comparison."""
     measured = {row["name"]: row for row in rows if row["latency_us"] and row["verified"] is not False}
     ours = measured.pop("autotax")
     alone = min((row["latency_us"] for name, row in measured.items() if name.startswith("cublas")), default=None)

@@ -62,7 +62,7 @@ class Search:
         self.space = space
         self.seen = {config.digest for config in (*(measurement.config for measurement in measured), *deadly)}
         self._settings = settings
-        self._prior = prior
+        self._prior = prior or prior_for(space.problem, space.hardware)
         self._random = random.Random(settings.seed)
         self._turn = 0
         self._alone = False
@@ -77,10 +77,8 @@ class Search:
         first, *others = space.seeds()  # bulk-synchronous, the baseline of all comparisons, and the rest
         in_turn = [config for pair in zip_longest(precedents, others) for config in pair if config]
         firsts, peers = one_of_each([first, *precedents, *others]), registry.of(space.problem).peers
-        if self._sampler_name == "gp":
-            known = (prior or prior_for(space.problem, space.hardware)).knows
-            # Else a variant that is newer than the prior would have its turn after those that have won elsewhere, often too late.
-            firsts[2:] = sorted(firsts[2:], key=lambda config: known(config.variant))
+        # Else a variant that is newer than the prior would have its turn after those that have won elsewhere, often too late.
+        firsts[2:] = sorted(firsts[2:], key=lambda config: self._prior.knows(config.variant))
         self._start = [config for config in dict.fromkeys([*firsts, *in_turn]) if config.variant not in peers]
         self._queue = deque(self._start)
         self._alternatives = deque(config for config in others if config.variant in peers)
@@ -171,8 +169,7 @@ class Search:
     def _believed(self) -> Model:
         """The model. It is built at the first request from all measurements so far."""
         if self._model is None:
-            prior = self._prior or prior_for(self.space.problem, self.space.hardware)
-            self._model = Model(self.space, prior, self._settings.seed, filter(self.space.__contains__, self._start))
+            self._model = Model(self.space, self._prior, self._settings.seed, filter(self.space.__contains__, self._start))
             for config, us in self._latencies.items():
                 self._model.tell(config, us)
         return self._model

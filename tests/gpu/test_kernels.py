@@ -19,6 +19,7 @@ from autotax.runner.precompile import CompileAhead
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from tests.conformance import calls as conformance
+from tests.gpu.tiles import tile_for
 from tests.spaces.drawing import ways_to_exchange
 
 pytestmark = pytest.mark.gpu
@@ -239,14 +240,6 @@ def test_warps_with_roles_that_send_words_never_err(
     problem = GemmReduceScatter(rows, 784, 1280, dtype, output, WORLD, scales=scales)
     variant = "specialized_words" if scales == "none" else "scaled_specialized_words"
     run(ranks, problem, Config.of(default_with(problem, variant).variant, product=tile_for(scales, tile), splits=splits))
-
-
-def tile_for(scales: str, tile: str) -> str:
-    """The name of a tile. Without scales groups take no turns at the buffers, and there are no strips."""
-    rows, columns, stages, warps, strips = tile.split("x")
-    if scales == "none":
-        warps, strips = str(int(rows) // 16), "1"
-    return "roles-" + "x".join((rows, columns, stages, warps, strips))
 
 
 def sides_of(tile: tuple[int, int, int]) -> dict[str, Value]:

@@ -14,6 +14,7 @@ from autotax.operators.problems import GemmReduceScatter
 from autotax.operators.verification import TOLERANCE
 from autotax.spaces import space_for
 from tests.gpu import ranks_of_one_gpu
+from tests.gpu.tiles import tile_for
 from tests.spaces.drawing import drawn
 
 pytestmark = pytest.mark.gpu
@@ -82,10 +83,7 @@ CODES = [
 def by_words(problem: GemmReduceScatter, tile: str, splits: int) -> Config:
     """A config of these sizes, where the GPU has the variant."""
     usual = with_values(problem, "specialized_words" if problem.scales == "none" else "scaled_specialized_words")
-    rows, columns, stages, warps, strips = map(int, tile.split("x"))
-    if problem.scales == "none":  # groups take no turns at the buffers, and there are no strips
-        warps, strips = rows // 16, 1
-    return Config.of(usual.variant, product=f"roles-{rows}x{columns}x{stages}x{warps}x{strips}", splits=splits)
+    return Config.of(usual.variant, product=tile_for(problem.scales, tile), splits=splits)
 
 
 @pytest.mark.parametrize("problem", CODES, ids=str)
