@@ -23,6 +23,8 @@ USUAL_GBPS = 300.0
 TENSOR_TFLOPS = 700.0
 """GEMM rate of an NVIDIA GPU with tiles of 128 x 256; only its ratio to the links matters."""
 ADDING_GBPS = 2000.0
+FEWEST_FOR_ENGINES = 256
+"""Rows of a shard from which copy engines that send are the first choice of FP8: below, their start takes longer than a kernel's."""
 MOST_FLAG_TILES = 8
 DIFFERENT = 3
 """The first seeds have this many different tile sizes, because the time estimate is rough."""
@@ -170,12 +172,12 @@ bsp = scaled.bsp
 
 
 def scaled_decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
-    """Products of e4m3 with the sums of `decomposed`."""
+    """Products of e4m3 with the sums of `decomposed`. Few rows begin with a kernel that sends."""
     if problem.dtype != "e4m3":
         return None
     plain = _decomposed(problem, hardware)
     products = scaled.choices(problem, problem.m, hardware, roles=True)
-    ways = [*plain.seeds[-2:], *plain.seeds[:-2]]
+    ways = plain.seeds if problem.shard_rows >= FEWEST_FOR_ENGINES else (*plain.seeds[-2:], *plain.seeds[:-2])
     seeds = [Config.of("scaled_decomposed", seed.values | products[at]) for at in (0, min(1, len(products) - 1)) for seed in ways]
     parameters = plain.parameters | scaled.parameters(problem, problem.m, hardware, roles=True)
     return VariantSpace("scaled_decomposed", parameters, (*plain.constraints, scaled.whole()), tuple(dict.fromkeys(seeds)))

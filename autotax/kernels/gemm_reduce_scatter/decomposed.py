@@ -40,6 +40,8 @@ ROWS, COLS = 16, 256
 LINE = 64
 """Rows of sums that share a flag: a multiple of ROWS."""
 COPY_ELEMENTS = 16384
+PER_PROCESSOR = 8
+"""Programs per processor that add up: each waits for its loads, and one would leave two thirds of the bandwidth unused."""
 
 
 @triton.jit(do_not_specialize=["rank", "owner"])
@@ -174,7 +176,7 @@ class Decomposed(Adding):
         problem, context = self.problem, self.context
         replicated, rows = problem.output == "replicated", problem.shard_rows
         sizes = (problem.m, problem.n, rows, self.room)
-        bases, grid = context.heap.bases, (context.processors,)
+        bases, grid = context.heap.bases, (min(PER_PROCESSOR * context.processors, ceil_div(rows, ROWS) * ceil_div(problem.n, COLS)),)
         context.launch(
             add_kernel, grid,
             out, *added, self.box, self.sums, self.counts, self.raised, self.arrived, self.sum_flags, bases, self.control,
