@@ -81,15 +81,14 @@ class Decomposed(Kernel[AllGatherGemm]):
     def send(self, a: Tensor, b: Tensor, inbox: Tensor, slot: int) -> None:
         """Enqueues all sends. They run on a side stream unless the next GEMM needs all of them."""
         context = self.context
-        if self.comm == 0:
-            context.launch(
-                open_slot, (1,), self.ticket, context.heap.bases, self.begun, self.control, context.rank, slot,
-                WORLD=self.problem.world_size, num_warps=1,
-            )  # fmt: skip
         with context.beside(self.beside[0]) if self.beside else nullcontext():
             if self.comm:
                 self.push(a, b, inbox, slot)
             else:
+                context.launch(
+                    open_slot, (1,), self.ticket, context.heap.bases, self.begun, self.control, context.rank, slot,
+                    WORLD=self.problem.world_size, num_warps=1,
+                )  # fmt: skip
                 self.copy(a, inbox[context.rank])
 
     def pieces(self, rows: int, last: bool) -> list[tuple[int, int]]:
@@ -197,14 +196,13 @@ class ScaledDecomposed(Scaled):
     def send(self, a: Tensor, scales: Tensor, inbox: Tensor, used: Tensor, slot: int) -> None:
         """Enqueues all sends, on a side stream unless the next product needs all of them."""
         context, world = self.context, self.problem.world_size
-        if self.comm == 0:
-            context.launch(
-                open_slot, (1,), self.ticket, context.heap.bases, self.begun, self.control, context.rank, slot, WORLD=world, num_warps=1
-            )
         with context.beside(self.beside[0]) if self.beside else nullcontext():
             if self.comm:
                 self.push(a, scales, inbox, used, slot)
                 return
+            context.launch(
+                open_slot, (1,), self.ticket, context.heap.bases, self.begun, self.control, context.rank, slot, WORLD=world, num_warps=1
+            )
             heap, rank = context.heap, context.rank
             landing = used.view(-1, world, self.rows)[:, rank] if self.whole else used.view(world, -1, self.rows)[rank]
             for peer in self.peers:

@@ -12,12 +12,14 @@ The number of GEMMs is a trade-off: few large ones are fast, the results of many
 
 After this rank's last GEMM one kernel adds up the received rows. With a replicated output another kernel receives the sums of the
 other ranks. A flag of the copy engines is a copy of the ticket in which `open_slot` wrote the number of this call; stream order
-puts it after its data. See docs/memory-model.md for why every wait ends.
+puts it after its data. `open_slot` is on the stream of the sends, so the first GEMM runs beside it, unless that GEMM itself stores
+in an owner's memory. See docs/memory-model.md for why every wait ends.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -124,10 +126,11 @@ class Decomposed(Adding):
         problem, context = self.problem, self.context
         slot = self.calls % 2
         self.calls += not context.dry
-        context.launch(
-            open_slot, (1,), self.ticket, context.heap.bases, self.begun, self.control, context.rank, slot,
-            WORLD=problem.world_size, num_warps=1,
-        )  # fmt: skip
+        with nullcontext() if self.sender == "product" else context.beside(self.beside[0]):
+            context.launch(
+                open_slot, (1,), self.ticket, context.heap.bases, self.begun, self.control, context.rank, slot,
+                WORLD=problem.world_size, num_warps=1,
+            )  # fmt: skip
         columns = b if problem.weight == "nk" else b.t()
         if self.config["products"] == "one":
             context.matmul(a, columns, self.staging[: problem.m])
