@@ -63,10 +63,11 @@ def short(name: str) -> str:
 
 
 def kind_of(problem: Problem) -> str:
-    """`sum on all, block`"""
+    """`sum on all, block`, or `sum on all` without scales."""
     values = vars(problem)
     kind = "gather" if problem.op == "all-gather-gemm" else {"scattered": "scatter", "replicated": "sum on all"}[values["output"]]
-    return f"{kind}, {values['scales']}" + (", quantised" if values["quantize"] != "none" else "")
+    scales = [] if values["scales"] == "none" else [values["scales"]]
+    return ", ".join([kind, *scales, *(["quantised"] if values["quantize"] != "none" else [])])
 
 
 def size_of(problem: Problem) -> tuple[int, ...]:
@@ -80,7 +81,8 @@ def line(problem: Problem, figures: Figures) -> str:
         microseconds(value) if value else "" for value in (figures.us, figures.bsp, figures.exact, figures.fast, figures.alone)
     )
     over, over_all = (f"{value / figures.us:.2f}x" for value in (figures.exact, figures.best))
-    cells = (f"{kind} {m} x {n} x {k}, {scales}", f"`{figures.variant}`", us, bsp, f"{exact} (`{figures.exact_name}`)")
+    problem_cell = f"{kind} {m} x {n} x {k}" + (f", {scales}" if scales else "")
+    cells = (problem_cell, f"`{figures.variant}`", us, bsp, f"{exact} (`{figures.exact_name}`)")
     return f"| {' | '.join((*cells, over, fast, over_all, alone))} |"
 
 

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,10 +136,10 @@ class Saboteur(LiveRunner):
                 os.kill(self.random.choice(self.pool.ranks).child.process.pid, how)
                 self.struck = True
 
-    def _ensure_running(self, until: float = math.inf) -> None:
+    def _ensure_running(self, until: float = math.inf, overlap: Callable[[], None] | None = None) -> None:
         if not self.pool.running:
             self.log(start=True)
-        super()._ensure_running(until)
+        super()._ensure_running(until, overlap)
 
     def log(self, **what: Any) -> None:
         with Path(self.plan.log).open("a") as log:

@@ -30,6 +30,7 @@ FORMER = {
         "fe0bb2886133dd1f", "be95cc05ac6f4283", "968257b504555392", "8fab94daced175f4",
         "3e1c42a7d5b36e8b", "059d3350cfb63119", "2a9b7b6e185d4faa", "de53815979869ae2",
     ),
+    "e8a68393cd794e46": ("c8a0d36aecd63d13", "43c89fafeeaf951a"),  # all-gather-gemm/decomposed
     "157e42f50e4c4d45": ("21a515005894653a", "cbe2b1f07ec33270"),  # all-gather-gemm/copy_engine
     "eb57cd082d397992": ("6fed33a6fa964287", "55ad396ba14ca79f"),  # all-gather-gemm/pull
     "182b6a94904d8012": ("bf706b5dfba1ddc5", "9d55d90b78669463"),  # all-gather-gemm/push
@@ -51,6 +52,7 @@ FORMER = {
         "b26684f604a75676", "ca42ca7c722ff4f8", "6b465d057055f05a", "d039365174a30dbe",
         "f7f3c5f4055b4aa3", "8fc8149f83fcd0e4", "d168751f9a7bbeae", "19bf51a94d22c4f4",
     ),
+    "a43e05c6b4c42f01": ("f5a132cbadb05cbb", "a7c0e6e63f5c4df2"),  # gemm-reduce-scatter/decomposed
     "00467e33e64b2bf0": ("d0d051949b79d731", "63e24e5fbba46f2a"),  # gemm-reduce-scatter/push
     "c76d4d2b5023994d": ("5da769fcff0e6761", "d141c62b4569bac9"),  # gemm-reduce-scatter/pull_reduce
     "3aec379ed28ab567": ("61b084ebc06e8254", "0166d5b96ea142c5", "3506c51f12e9d7d7"),  # gemm-reduce-scatter/words
