@@ -131,7 +131,7 @@ def sum_of_tile(
     row += GROUP * X_ROWS
     if SCALES == "none":
         gl.static_assert(Y2 == 0 and TURNS == 1)
-        one, two, turn = products_of(GROUP, buffers, end - first, turn, GROUPS, 1, Y1, STAGES)
+        one, two, _, turn = products_of(GROUP, buffers, end - first, turn, GROUPS, Y1, 0, 0, STAGES, 1)
         three = two
     else:
         side: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, 32]))

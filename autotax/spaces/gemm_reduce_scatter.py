@@ -24,7 +24,7 @@ TENSOR_TFLOPS = 700.0
 """GEMM rate of an NVIDIA GPU with tiles of 128 x 256; only its ratio to the links matters."""
 ADDING_GBPS = 2000.0
 FEWEST_FOR_ENGINES = 256
-"""Rows of a shard from which copy engines that send are the first choice of FP8: below, their start takes longer than a kernel's."""
+"""From so many rows of a shard on, copy engines send in the first seed of FP8. With fewer rows a kernel starts sooner."""
 MOST_FLAG_TILES = 8
 DIFFERENT = 3
 """The first seeds have this many different tile sizes, because the time estimate is rough."""

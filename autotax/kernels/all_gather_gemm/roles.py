@@ -220,32 +220,46 @@ def store_part(out, part, staging, row, col, rows, X_IS_B: gl.constexpr, TARGET:
 @gluon.jit
 def products_of(
     GROUP: gl.constexpr, buffers, cols, turn,
-    GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """The float32 sums of a group's 64 rows of 16 bits with one or two parts of a tile."""
+    """The float32 sums of a group's 64 rows of X, 16 bits, with each part of Y, then the next turn of the buffers. A buffer holds
+    DEPTH blocks of K.
+    """
     x, y, full, empty = buffers
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
-    one = gl.zeros([X_ROWS, WIDE], gl.float32, layout)
-    two = gl.zeros([X_ROWS, WIDE], gl.float32, layout)
-    for at in range(0, cols, BLOCK_K):
+    layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, 16])
+    layout2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y2 if Y2 else Y1, 16])
+    layout3: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y3 if Y3 else Y1, 16])
+    one = gl.zeros([X_ROWS, Y1], gl.float32, layout1)
+    two = gl.zeros([X_ROWS, Y2 if Y2 else Y1], gl.float32, layout2)
+    three = gl.zeros([X_ROWS, Y3 if Y3 else Y1], gl.float32, layout3)
+    for at in range(0, cols, DEPTH * BLOCK_K):
         stage = turn % STAGES
         mbarrier.wait(full.index(stage), turn // STAGES & 1)
-        mine = x.index(stage * GROUPS + GROUP)
-        one = warpgroup_mma(mine, y[0].index(stage).permute((1, 0)), one, is_async=True)
+        for strip in gl.static_range(DEPTH):
+            place = stage * DEPTH + strip
+            mine = x.index(place * GROUPS + GROUP)
+            one = warpgroup_mma(mine, y[0].index(place).permute((1, 0)), one, is_async=True)
+            if Y2:
+                two = warpgroup_mma(mine, y[1].index(place).permute((1, 0)), two, is_async=True)
+            if Y3:
+                three = warpgroup_mma(mine, y[2].index(place).permute((1, 0)), three, is_async=True)
         # After this wait the products of the previous buffer are complete.
-        if PARTS == 2:
-            two = warpgroup_mma(mine, y[1].index(stage).permute((1, 0)), two, is_async=True)
-            one, two = warpgroup_mma_wait(num_outstanding=2, deps=(one, two))
+        if Y3:
+            one, two, three = warpgroup_mma_wait(num_outstanding=3 * DEPTH, deps=(one, two, three))
+        elif Y2:
+            one, two = warpgroup_mma_wait(num_outstanding=2 * DEPTH, deps=(one, two))
         else:
-            one = warpgroup_mma_wait(num_outstanding=1, deps=(one,))
+            one = warpgroup_mma_wait(num_outstanding=DEPTH, deps=(one,))
         mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=at > 0)
         turn += 1
-    if PARTS == 2:
+    if Y3:
+        one, two, three = warpgroup_mma_wait(num_outstanding=0, deps=(one, two, three))
+    elif Y2:
         one, two = warpgroup_mma_wait(num_outstanding=0, deps=(one, two))
     else:
         one = warpgroup_mma_wait(num_outstanding=0, deps=(one,))
     mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
-    return one, two, turn
+    return one, two, three, turn
 
 
 @gluon.jit
@@ -255,47 +269,14 @@ def multiply_tiles(
     Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: multiplies its 64 rows of X by the parts of Y."""
-    x, y, full, empty = buffers
     items, rank, rows, cols, n_tiles = share
     BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
     BLOCK_N: gl.constexpr = GROUPS * X_ROWS if X_IS_B else Y1 + Y2 + Y3
-    layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, 16])
-    layout2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y2 if Y2 else Y1, 16])
-    layout3: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y3 if Y3 else Y1, 16])
     staging = stagings.index(GROUP)
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, col = tile_at(item, rank, rows, n_tiles, WORLD, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N)
-        one = gl.zeros([X_ROWS, Y1], gl.float32, layout1)
-        two = gl.zeros([X_ROWS, Y2 if Y2 else Y1], gl.float32, layout2)
-        three = gl.zeros([X_ROWS, Y3 if Y3 else Y1], gl.float32, layout3)
-        for at in range(0, cols, DEPTH * BLOCK_K):
-            stage = turn % STAGES
-            mbarrier.wait(full.index(stage), turn // STAGES & 1)
-            for strip in gl.static_range(DEPTH):
-                place = stage * DEPTH + strip
-                mine = x.index(place * GROUPS + GROUP)
-                one = warpgroup_mma(mine, y[0].index(place).permute((1, 0)), one, is_async=True)
-                if Y2:
-                    two = warpgroup_mma(mine, y[1].index(place).permute((1, 0)), two, is_async=True)
-                if Y3:
-                    three = warpgroup_mma(mine, y[2].index(place).permute((1, 0)), three, is_async=True)
-            # After this wait the products of the previous buffer are complete.
-            if Y3:
-                one, two, three = warpgroup_mma_wait(num_outstanding=3 * DEPTH, deps=(one, two, three))
-            elif Y2:
-                one, two = warpgroup_mma_wait(num_outstanding=2 * DEPTH, deps=(one, two))
-            else:
-                one = warpgroup_mma_wait(num_outstanding=DEPTH, deps=(one,))
-            mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=at > 0)
-            turn += 1
-        if Y3:
-            one, two, three = warpgroup_mma_wait(num_outstanding=0, deps=(one, two, three))
-        elif Y2:
-            one, two = warpgroup_mma_wait(num_outstanding=0, deps=(one, two))
-        else:
-            one = warpgroup_mma_wait(num_outstanding=0, deps=(one,))
-        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
+        one, two, three, turn = products_of(GROUP, buffers, cols, turn, GROUPS, Y1, Y2, Y3, STAGES, DEPTH)
         row += 0 if X_IS_B else GROUP * X_ROWS
         col += GROUP * X_ROWS if X_IS_B else 0
         store_part(out[0], one, staging, row, col, rows, X_IS_B, TARGET)

@@ -151,7 +151,7 @@ def multiply_tiles(
         col = tile * (PARTS * WIDE)
         if SCALES == "none":
             of_a, inside, scales_b = 0, 0, 0
-            one, two, turn = products_of(GROUP, buffers, cols, turn, GROUPS, PARTS, WIDE, STAGES)
+            one, two, _, turn = products_of(GROUP, buffers, cols, turn, GROUPS, WIDE, WIDE if PARTS == 2 else 0, 0, STAGES, 1)
         else:
             layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
             scales_a, stride_m, stride_g, scales_b = of_all
