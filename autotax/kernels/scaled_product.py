@@ -29,7 +29,6 @@ from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.gemm import load_tile
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.product import grouped, last_of_parts, part_of_tile, rounded
-from autotax.kernels.specialized_product import SpecializedProduct
 from autotax.kernels.tiling import ROLES, ProductTile
 from autotax.operators.scaled import library_product
 
@@ -289,6 +288,8 @@ class ScaledProduct:
         self.fast = name == FAST
         self.tile, self.specialized = None, None
         if name.startswith(ROLES):
+            from autotax.kernels.specialized_product import SpecializedProduct  # needs Triton's modules for NVIDIA
+
             self.specialized = SpecializedProduct(ProductTile.of(name), config["splits"], problem, rows, context)
         elif name not in (LIBRARY, FAST):
             self.tile = Tile(config, context)

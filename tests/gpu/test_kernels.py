@@ -238,8 +238,23 @@ def test_warps_with_roles_that_send_words_never_err(
 ) -> None:
     dtype = "fp16" if scales == "none" else "e4m3"
     problem = GemmReduceScatter(rows, 784, 1280, dtype, output, WORLD, scales=scales)
-    variant = "specialized_words" if scales == "none" else "scaled_specialized_words"
-    run(ranks, problem, Config.of(default_with(problem, variant).variant, product=tile_for(scales, tile), splits=splits))
+    run(ranks, problem, words_by(problem, tile_for(scales, tile), splits, "interleaved"))
+
+
+@pytest.mark.parametrize(
+    ("scales", "tile", "splits"), [("row", "64x64x12x8x2", 1), ("block", "64x128x6x8x1", 2), ("none", "128x64x8x8x2", 1)]
+)
+def test_ranks_that_begin_with_the_tiles_of_others_never_err(ranks: Ranks, scales: str, tile: str, splits: int) -> None:
+    dtype = "fp16" if scales == "none" else "e4m3"
+    problem = GemmReduceScatter(128 * WORLD, 7184, 1280, dtype, "scattered", WORLD, scales=scales)
+    run(ranks, problem, words_by(problem, tile_for(scales, tile), splits, "ring"))
+
+
+def words_by(problem: GemmReduceScatter, product: str, splits: int, order: str) -> Config:
+    """The kernel that multiplies and sends words, where the GPU has it. Rows that stay on a rank have an order."""
+    variant = "specialized_words" if problem.scales == "none" else "scaled_specialized_words"
+    orders = {"order": order} if problem.output == "scattered" else {}
+    return Config.of(default_with(problem, variant).variant, product=product, splits=splits, **orders)
 
 
 def sides_of(tile: tuple[int, int, int]) -> dict[str, Value]:

@@ -80,10 +80,11 @@ CODES = [
 ]
 
 
-def by_words(problem: GemmReduceScatter, tile: str, splits: int) -> Config:
-    """A config of these sizes, where the GPU has the variant."""
+def by_words(problem: GemmReduceScatter, tile: str, splits: int, order: str = "interleaved") -> Config:
+    """A config of these sizes, where the GPU has the variant. Rows that stay on a rank have an order."""
     usual = with_values(problem, "specialized_words" if problem.scales == "none" else "scaled_specialized_words")
-    return Config.of(usual.variant, product=tile_for(problem.scales, tile), splits=splits)
+    orders = {"order": order} if problem.output == "scattered" else {}
+    return Config.of(usual.variant, product=tile_for(problem.scales, tile), splits=splits, **orders)
 
 
 @pytest.mark.parametrize("problem", CODES, ids=str)
@@ -93,6 +94,15 @@ def test_warps_with_roles_that_send_words_never_err(problem: GemmReduceScatter, 
     run(problem, config, 100)
     if problem.output == "replicated":
         assert ranks_of_one_gpu.differences(problem, config, 20) == 0
+
+
+@pytest.mark.parametrize("scales", ["row", "block", "none"])
+def test_ranks_that_begin_with_the_tiles_of_others_never_err(scales: str) -> None:
+    """In turn with calls whose owners have no whole tiles."""
+    problem = GemmReduceScatter(384, 1552, 1280, "fp16" if scales == "none" else "e4m3", "scattered", 2, scales=scales)
+    smaller = [replace(problem, m=m) for m in (384, 300, 256, 1, 384)]
+    config = by_words(problem, "64x64x8x8x2", 1, "ring")
+    assert ranks_of_one_gpu.mix_of(problem, config, smaller, 60) <= TOLERANCE["bf16"]
 
 
 @pytest.mark.parametrize("problem", [CODES[1], *CODES[-2:]], ids=str)
