@@ -27,7 +27,6 @@ for operator in operators().values():
 """
 
 
-@pytest.mark.volume
 def test_variants_of_amd_need_no_modules_for_nvidia() -> None:
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
