@@ -293,7 +293,7 @@ def _specialized_words(variant: str, problem: GemmReduceScatter, hardware: Hardw
     """Few rows by warps with roles. A tile is one part of B wide, so that a group stages it at once.
 
     A scattered output may have twice the rows, for two ranks then send as much. The rows of a group must be whole shares of the
-    ranks there, so that tiles hold all rows of padding. Where programs have several tiles, a rank may begin with those of others.
+    ranks there, so that tiles hold all rows of padding. A rank may begin with the tiles of others if programs have several.
     """
     scattered = problem.output == "scattered"
     if problem.m > gemm.MOST_ROWS * (2 if scattered else 1) or (scattered and GROUP_ROWS % problem.world_size != 0):

@@ -19,7 +19,7 @@ from autotax.runner.precompile import CompileAhead
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from tests.conformance import calls as conformance
-from tests.gpu.tiles import tile_for
+from tests.gpu.tiles import by_words
 from tests.spaces.drawing import ways_to_exchange
 
 pytestmark = pytest.mark.gpu
@@ -238,7 +238,7 @@ def test_warps_with_roles_that_send_words_never_err(
 ) -> None:
     dtype = "fp16" if scales == "none" else "e4m3"
     problem = GemmReduceScatter(rows, 784, 1280, dtype, output, WORLD, scales=scales)
-    run(ranks, problem, words_by(problem, tile_for(scales, tile), splits, "interleaved"))
+    run(ranks, problem, by_words(problem, default_with, tile, splits))
 
 
 @pytest.mark.parametrize(
@@ -247,14 +247,7 @@ def test_warps_with_roles_that_send_words_never_err(
 def test_ranks_that_begin_with_the_tiles_of_others_never_err(ranks: Ranks, scales: str, tile: str, splits: int) -> None:
     dtype = "fp16" if scales == "none" else "e4m3"
     problem = GemmReduceScatter(128 * WORLD, 7184, 1280, dtype, "scattered", WORLD, scales=scales)
-    run(ranks, problem, words_by(problem, tile_for(scales, tile), splits, "ring"))
-
-
-def words_by(problem: GemmReduceScatter, product: str, splits: int, order: str) -> Config:
-    """The kernel that multiplies and sends words, where the GPU has it. Rows that stay on a rank have an order."""
-    variant = "specialized_words" if problem.scales == "none" else "scaled_specialized_words"
-    orders = {"order": order} if problem.output == "scattered" else {}
-    return Config.of(default_with(problem, variant).variant, product=product, splits=splits, **orders)
+    run(ranks, problem, by_words(problem, default_with, tile, splits, "ring"))
 
 
 def sides_of(tile: tuple[int, int, int]) -> dict[str, Value]:

@@ -14,7 +14,7 @@ from autotax.operators.problems import GemmReduceScatter
 from autotax.operators.verification import TOLERANCE
 from autotax.spaces import space_for
 from tests.gpu import ranks_of_one_gpu
-from tests.gpu.tiles import tile_for
+from tests.gpu.tiles import by_words
 from tests.spaces.drawing import drawn
 
 pytestmark = pytest.mark.gpu
@@ -80,17 +80,10 @@ CODES = [
 ]
 
 
-def by_words(problem: GemmReduceScatter, tile: str, splits: int, order: str = "interleaved") -> Config:
-    """A config of these sizes, where the GPU has the variant. Rows that stay on a rank have an order."""
-    usual = with_values(problem, "specialized_words" if problem.scales == "none" else "scaled_specialized_words")
-    orders = {"order": order} if problem.output == "scattered" else {}
-    return Config.of(usual.variant, product=tile_for(problem.scales, tile), splits=splits, **orders)
-
-
 @pytest.mark.parametrize("problem", CODES, ids=str)
 @pytest.mark.parametrize(("tile", "splits"), [("64x64x8x8x2", 1), ("64x64x9x4x2", 2), ("64x128x6x8x1", 1), ("128x64x6x8x2", 3)])
 def test_warps_with_roles_that_send_words_never_err(problem: GemmReduceScatter, tile: str, splits: int) -> None:
-    config = by_words(problem, tile, splits)
+    config = by_words(problem, with_values, tile, splits)
     run(problem, config, 100)
     if problem.output == "replicated":
         assert ranks_of_one_gpu.differences(problem, config, 20) == 0
@@ -101,20 +94,20 @@ def test_ranks_that_begin_with_the_tiles_of_others_never_err(scales: str) -> Non
     """In turn with calls whose owners have no whole tiles."""
     problem = GemmReduceScatter(384, 1552, 1280, "fp16" if scales == "none" else "e4m3", "scattered", 2, scales=scales)
     smaller = [replace(problem, m=m) for m in (384, 300, 256, 1, 384)]
-    config = by_words(problem, "64x64x8x8x2", 1, "ring")
+    config = by_words(problem, with_values, "64x64x8x8x2", 1, "ring")
     assert ranks_of_one_gpu.mix_of(problem, config, smaller, 60) <= TOLERANCE["bf16"]
 
 
 @pytest.mark.parametrize("problem", [CODES[1], *CODES[-2:]], ids=str)
 def test_calls_of_fewer_rows_may_come_between_those_of_words_of_warps_with_roles(problem: GemmReduceScatter) -> None:
     smaller = [replace(problem, m=m) for m in (problem.m, 64, 1, 128, 65, problem.m, 3)]
-    config = by_words(problem, "64x64x8x8x2", 2)
+    config = by_words(problem, with_values, "64x64x8x8x2", 2)
     assert ranks_of_one_gpu.mix_of(problem, config, smaller, 60) <= TOLERANCE["bf16"]
 
 
 @pytest.mark.parametrize("missing", range(3))
 def test_warps_with_roles_name_a_rank_that_sends_no_words(missing: int) -> None:
-    config = by_words(CODES[1], "64x64x8x8x2", 1)
+    config = by_words(CODES[1], with_values, "64x64x8x8x2", 1)
     said = ranks_of_one_gpu.without(missing, CODES[1], config)
     for rank, line in zip([rank for rank in range(3) if rank != missing], said, strict=True):
         assert re.match(f"rank {rank} waited for .* of rank {missing}:", str(line))
@@ -143,7 +136,7 @@ LARGE = [
 @pytest.mark.full
 @pytest.mark.parametrize(("problem", "tile", "splits"), LARGE, ids=str)
 def test_ten_thousand_replays_of_words_of_warps_with_roles_never_err(problem: GemmReduceScatter, tile: str, splits: int) -> None:
-    run(problem, by_words(problem, tile, splits), LONG)
+    run(problem, by_words(problem, with_values, tile, splits), LONG)
 
 
 @pytest.mark.parametrize("name", "abcdefgh")

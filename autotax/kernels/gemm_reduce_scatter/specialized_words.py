@@ -5,11 +5,12 @@ elements, which need no flag: NOTHING marks a word that has not come (see `push_
 peers, those of a scattered one to their owner. Then the group polls for the peers' words of the rows that its rank adds up, adds up
 all ranks' in their order, and puts NOTHING back.
 
-All ranks take tiles in one order and send before they wait. With a scattered output and `order ring` a rank takes the tiles of the
-other owners before its own, those of rank + 1 first. It waits in its own alone, so what it waits for was sent before any wait. All
-programs are resident, one per processor. So every wait is for a rank that has not begun. Two slots suffice: a rank begins a call only after the last, for which it had words from all peers, and
-those send theirs of a call after they have put back NOTHING of the one before. Rows of padding are sent too, as zeros, so that
-every rank has words of every call. See docs/memory-model.md.
+All ranks take tiles in one order and send before they wait. With a scattered output and `order ring` a rank takes the tiles of
+the other owners before its own, those of rank + 1 first. It waits in its own alone, so what it waits for was sent before any
+wait. All programs are resident, one per processor. So every wait is for a rank that has not begun. Two slots suffice: a rank
+begins a call only after the last, for which it had words from all peers, and those send theirs of a call after they have put back
+NOTHING of the one before. Rows of padding are sent too, as zeros, so that every rank has words of every call. See
+docs/memory-model.md.
 """
 
 from __future__ import annotations

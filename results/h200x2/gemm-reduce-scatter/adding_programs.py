@@ -1,4 +1,4 @@
-"""What `decomposed` takes with 1, 2, 4 and 8 programs a processor that add up, and how long these take by torch's profiler:
+"""Times of `decomposed` with 1, 2, 4 and 8 adding programs a processor, and of the adding kernel alone by torch's profiler:
 
     PYTHONPATH=. python results/h200x2/gemm-reduce-scatter/adding_programs.py
 
