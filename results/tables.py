@@ -42,6 +42,7 @@ RESULTS = Path(__file__).parent
 SHAPES = (
     "h200x4/all-gather-gemm/shapes.toml",
     "shapes/gemm-reduce-scatter.toml",
+    "shapes/gemm-all-reduce.toml",
     "h200x4/flash-decode/shapes.toml",
     "shapes/decode-merge.toml",
     "h100x2/all-reduce-norm/shapes.toml",
