@@ -26,7 +26,7 @@ from autotax.core.settings import RUN_STATUSES, TRIAL_STATUSES
 from autotax.db.records import Samples
 
 FORMER = {
-    "01ab0f0a18ce64a4": (  # all-gather-gemm/bsp
+    "e8a218a256623c83": (  # all-gather-gemm/bsp
         "fe0bb2886133dd1f", "be95cc05ac6f4283", "968257b504555392", "8fab94daced175f4",
         "3e1c42a7d5b36e8b", "059d3350cfb63119", "2a9b7b6e185d4faa", "de53815979869ae2",
     ),
@@ -48,7 +48,7 @@ FORMER = {
     "92fb6b63a0d48823": ("b33b0952a97b73ca", "8769bab8aebe5425"),  # flash-decode/single
     "c0ce54379a617e9e": ("64d50ef743601d9e", "7689408d43ffffd1"),  # flash-decode/resident
     "f077b2a1ba07cdfe": ("72aacc8bf78cbc19", "69b2c5c7ff0fb829"),  # flash-decode/compact
-    "c1184d00a43e758d": (  # gemm-reduce-scatter/bsp
+    "9bacb7871c9f0e53": (  # gemm-reduce-scatter/bsp
         "b26684f604a75676", "ca42ca7c722ff4f8", "6b465d057055f05a", "d039365174a30dbe",
         "f7f3c5f4055b4aa3", "8fc8149f83fcd0e4", "d168751f9a7bbeae", "19bf51a94d22c4f4",
     ),

@@ -48,23 +48,15 @@ LEAST_BOX = 8
 
 
 @gluon.jit
-def part_at(item, share, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STRIPS: gl.constexpr):
-    """The first row and column of the item-th part's tile, and its first and end columns of K, in words.
-
-    `share` are the number of items, the sizes of C, the columns of K in words, and the order of the rows of tiles: None, or how many
-    belong together and which is the first.
-    """
-    _, m, n, cols, order = share
+def part_at(item, m, n, cols, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STRIPS: gl.constexpr):
+    """The first row and column of the item-th part's tile, and its first and end columns of K, in words."""
     n_tiles = gl.cdiv(n, BLOCK_N)
-    place = grouped(item // SPLITS, gl.cdiv(m, BLOCK_M), n_tiles, GROUP_M if order is None else order[0])
+    place = grouped(item // SPLITS, gl.cdiv(m, BLOCK_M), n_tiles, GROUP_M)
     steps = gl.cdiv(cols, STRIPS * BLOCK_K)
     part = item % SPLITS
     first = part * steps // SPLITS * (STRIPS * BLOCK_K)
     end = gl.minimum((part + 1) * steps // SPLITS * (STRIPS * BLOCK_K), cols)
-    high = place // n_tiles
-    if order is not None:
-        high = (high + order[1]) % gl.cdiv(m, BLOCK_M)
-    return high * BLOCK_M, place % n_tiles * BLOCK_N, first, end
+    return place // n_tiles * BLOCK_M, place % n_tiles * BLOCK_N, first, end
 
 
 @gluon.jit
@@ -83,11 +75,12 @@ def load_blocks(
 ):  # fmt: skip
     """The loader. It waits only for empty buffers."""
     x, y, full, empty = buffers
+    items, m, n, cols = share
     BLOCK_M: gl.constexpr = GROUPS * X_ROWS
     BLOCK_N: gl.constexpr = Y1 + Y2 + Y3
     turn = 0
-    for item in range(gl.program_id(0), share[0], gl.num_programs(0)):
-        row, col, first, end = part_at(item, share, SPLITS, BLOCK_M, BLOCK_N, STRIPS)
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        row, col, first, end = part_at(item, m, n, cols, SPLITS, BLOCK_M, BLOCK_N, STRIPS)
         for at in range(first, end, BLOCK_K):
             stage = turn % STAGES
             mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
@@ -130,11 +123,11 @@ def sum_of_tile(
     second of two groups leaves its sums for the first, and two barriers: sums lie there, and they were taken.
     """
     scales_a, stride_m, stride_g, scales_b, partials, finished = of_all
-    _, m, n, cols, _ = share
+    _, m, n, cols = share
     places, left, taken = sums
     BLOCK_N: gl.constexpr = Y1 + Y2 + Y3
     PART: gl.constexpr = X_ROWS * BLOCK_N
-    row, col, first, end = part_at(item, share, SPLITS, GROUPS * X_ROWS, BLOCK_N, STRIPS)
+    row, col, first, end = part_at(item, m, n, cols, SPLITS, GROUPS * X_ROWS, BLOCK_N, STRIPS)
     row += GROUP * X_ROWS
     if SCALES == "none":
         gl.static_assert(Y2 == 0 and TURNS == 1)
@@ -207,7 +200,7 @@ def multiply(
     STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """A group: multiplies its 64 rows of each tile, and stores those that are complete."""
-    items, m, _, _, _ = share
+    items, m, _, _ = share
     staging = stagings.index(GROUP)
     turn = 0
     phase = 0
@@ -256,7 +249,7 @@ def specialized_product_kernel(
     b = (b1, b2, b3)
     out = (out1, out2, out3)
     items = gl.cdiv(m, GROUPS * X_ROWS) * gl.cdiv(n, Y1 + Y2 + Y3) * SPLITS
-    share = (items, m, n, cols, None)
+    share = (items, m, n, cols)
     of_all = (scales_a, stride_m, stride_g, scales_b, partials, finished)
     buffers, stagings = allocate(a, out1, 1, GROUPS, Y1, Y2, Y3, STAGES, 1)
     sums = (None, None, None)

@@ -293,7 +293,7 @@ def _specialized_words(variant: str, problem: GemmReduceScatter, hardware: Hardw
     """Few rows by warps with roles. A tile is one part of B wide, so that a group stages it at once.
 
     A scattered output may have twice the rows, for two ranks then send as much. The rows of a group must be whole shares of the
-    ranks there, so that tiles hold all rows of padding. A rank may begin with the tiles of others if programs have several.
+    ranks there, so that tiles hold all rows of padding.
     """
     scattered = problem.output == "scattered"
     if problem.m > gemm.MOST_ROWS * (2 if scattered else 1) or (scattered and GROUP_ROWS % problem.world_size != 0):
@@ -301,22 +301,8 @@ def _specialized_words(variant: str, problem: GemmReduceScatter, hardware: Hardw
     tiles = scaled.with_roles(problem, problem.m, hardware, scaled.BLOCKS_OF_ONE_SCALE)
     if not tiles:
         return None
-    parameters: dict[str, tuple[Value, ...]] = {"product": tuple(tiles), "splits": scaled.splits_of(problem)}
     seeds = [Config.of(variant, product=tile, splits=splits) for tile, splits in tiles.items()]
-    if not scattered:
-        return VariantSpace(variant, parameters, seeds=tuple(seeds))
-
-    def in_turn(order: Value, product: Value, splits: Value) -> bool:
-        tile = ProductTile.of(product)
-        items = ceil_div(problem.m, tile.rows) * ceil_div(problem.n, tile.columns) * int(splits)
-        whole = problem.m % (problem.world_size * tile.rows) == 0
-        return order == "interleaved" or (whole and items > hardware.processors)
-
-    orders = ("ring", "interleaved")
-    several = Constraint(("order", "product", "splits"), in_turn, "in a ring owners have whole tiles, and programs several")
-    turns = [(seed, order) for seed in seeds for order in orders if in_turn(order, seed["product"], seed["splits"])]
-    seeds = [Config.of(variant, seed.values | {"order": order}) for seed, order in turns]
-    return VariantSpace(variant, parameters | {"order": orders}, (several,), tuple(seeds), former={"order": "interleaved"})
+    return VariantSpace(variant, {"product": tuple(tiles), "splits": scaled.splits_of(problem)}, seeds=tuple(seeds))
 
 
 def _two_kernel_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:

@@ -241,15 +241,6 @@ def test_warps_with_roles_that_send_words_never_err(
     run(ranks, problem, by_words(problem, default_with, tile, splits))
 
 
-@pytest.mark.parametrize(
-    ("scales", "tile", "splits"), [("row", "64x64x12x8x2", 1), ("block", "64x128x6x8x1", 2), ("none", "128x64x8x8x2", 1)]
-)
-def test_ranks_that_begin_with_the_tiles_of_others_never_err(ranks: Ranks, scales: str, tile: str, splits: int) -> None:
-    dtype = "fp16" if scales == "none" else "e4m3"
-    problem = GemmReduceScatter(128 * WORLD, 7184, 1280, dtype, "scattered", WORLD, scales=scales)
-    run(ranks, problem, by_words(problem, default_with, tile, splits, "ring"))
-
-
 def sides_of(tile: tuple[int, int, int]) -> dict[str, Value]:
     return dict(zip(("block_m", "block_n", "num_stages"), tile, strict=True))
 

@@ -89,15 +89,6 @@ def test_warps_with_roles_that_send_words_never_err(problem: GemmReduceScatter, 
         assert ranks_of_one_gpu.differences(problem, config, 20) == 0
 
 
-@pytest.mark.parametrize("scales", ["row", "block", "none"])
-def test_ranks_that_begin_with_the_tiles_of_others_never_err(scales: str) -> None:
-    """In turn with calls whose owners have no whole tiles."""
-    problem = GemmReduceScatter(384, 1552, 1280, "fp16" if scales == "none" else "e4m3", "scattered", 2, scales=scales)
-    smaller = [replace(problem, m=m) for m in (384, 300, 256, 1, 384)]
-    config = by_words(problem, with_values, "64x64x8x8x2", 1, "ring")
-    assert ranks_of_one_gpu.mix_of(problem, config, smaller, 60) <= TOLERANCE["bf16"]
-
-
 @pytest.mark.parametrize("problem", [CODES[1], *CODES[-2:]], ids=str)
 def test_calls_of_fewer_rows_may_come_between_those_of_words_of_warps_with_roles(problem: GemmReduceScatter) -> None:
     smaller = [replace(problem, m=m) for m in (problem.m, 64, 1, 128, 65, problem.m, 3)]

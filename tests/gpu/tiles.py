@@ -20,8 +20,7 @@ Usual = Callable[[GemmReduceScatter, str], Config]
 """Gives the default config of a variant, or skips the test on a GPU that lacks it."""
 
 
-def by_words(problem: GemmReduceScatter, usual: Usual, tile: str, splits: int, order: str = "interleaved") -> Config:
-    """A config of these sizes. Only a scattered output has an order."""
+def by_words(problem: GemmReduceScatter, usual: Usual, tile: str, splits: int) -> Config:
+    """A config of these sizes."""
     variant = usual(problem, "specialized_words" if problem.scales == "none" else "scaled_specialized_words").variant
-    orders = {"order": order} if problem.output == "scattered" else {}
-    return Config.of(variant, product=tile_for(problem.scales, tile), splits=splits, **orders)
+    return Config.of(variant, product=tile_for(problem.scales, tile), splits=splits)

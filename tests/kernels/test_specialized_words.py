@@ -5,26 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autotax.core.problem import ceil_div
 from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.push_words import NOTHING
-from autotax.kernels.gemm_reduce_scatter.specialized_words import add_tiles, ring
-from autotax.kernels.specialized_product import part_at
+from autotax.kernels.gemm_reduce_scatter.specialized_words import add_tiles
 from autotax.operators.scaled import dequantised, laid_out, scales_shape
 from tests.models import warps
 from tests.models.warps import Pointer, View, plain, programs_of, together
 from tests.volume import volume
 
 PROGRAMS = 3
-ORDER, PART = plain(ring), plain(part_at)
 
 
 def sums(
     world: int, sizes: list[int], n: int, k: int, scales: str, tile: tiling.ProductTile, splits: int, added: int | None,
-    scattered: bool, own_last: bool = False,
+    scattered: bool,
 ) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
     """C of all calls and ranks, what torch says of them, and the inboxes. Calls of other sizes come between."""
     draw = torch.Generator().manual_seed(n + world)
@@ -71,8 +67,7 @@ def sums(
             items = ceil_div(m, tile.rows) * ceil_div(n, tile.columns) * splits
             args = (
                 View(a.view(torch.float16).numpy(), (64, 64)), View(b.view(torch.float16).numpy(), (tile.columns, 64)),
-                View(outs[number][rank][None], (1, 64, tile.columns)), of_all, exchanged,
-                (items, m, n, k * a.itemsize // 2, ORDER(m, rank, world, tile.rows) if own_last else None),
+                View(outs[number][rank][None], (1, 64, tile.columns)), of_all, exchanged, (items, m, n, k * a.itemsize // 2),
                 world, scattered, scales, splits, groups, tile.turns, tile.columns, tile.stages, tile.strips, "cuda",
             )  # fmt: skip
             together(programs_of(rank, PROGRAMS, call, args))
@@ -125,32 +120,3 @@ def test_each_rank_gets_the_sum_of_its_rows(world: int, scales: str, name: str, 
     for out, wanted in zip(outs, right, strict=True):
         np.testing.assert_allclose(out, wanted, rtol=3e-3, atol=5e-2)
     assert (inboxes == NOTHING).all(), "a word was left behind"
-
-
-@pytest.mark.parametrize(
-    ("world", "scales", "name", "splits", "added"),
-    [(2, "none", "64x64x3x4x1", 2, 1), *volume((2, "row", "64x64x8x8x2", 1, None), (2, "block", "128x64x3x8x2", 3, 3))],
-)
-def test_a_rank_may_begin_with_the_tiles_of_others(world: int, scales: str, name: str, splits: int, added: int | None) -> None:
-    """Owners have whole tiles in the first and the last call, and not in those between, which are of fewer rows."""
-    tile = tiling.ProductTile.of(name)
-    sizes = [4 * tile.rows, 3 * tile.rows + 1, 1, 2 * tile.rows]
-    outs, right, inboxes = sums(world, sizes, 144, 768, scales, tile, splits, added, True, own_last=True)
-    for out, wanted in zip(outs, right, strict=True):
-        np.testing.assert_allclose(out, wanted, rtol=3e-3, atol=5e-2)
-    assert (inboxes == NOTHING).all(), "a word was left behind"
-
-
-@given(st.integers(1, 8), st.integers(1, 700), st.integers(1, 500), st.integers(1, 3), st.sampled_from([64, 128]))
-def test_in_a_ring_each_part_comes_once_and_those_of_own_rows_last(world: int, m: int, n: int, splits: int, high: int) -> None:
-    items = ceil_div(m, high) * ceil_div(n, 64) * splits
-    orders = []
-    for rank in range(world):
-        share = items, m, n, 256, ORDER(m, rank, world, high)
-        parts = [PART(item, share, splits, high, 64, 1) for item in range(items)]
-        assert len({*parts}) == items and all(row < m and col < n for row, col, *_ in parts)
-        own = [row // ceil_div(m, world) == rank for row, *_ in parts]
-        if m % (world * high) == 0:
-            assert own == sorted(own)  # no wait comes before what another rank waits for
-        orders.append(parts)
-    assert m % (world * high) == 0 or all(parts == orders[0] for parts in orders)

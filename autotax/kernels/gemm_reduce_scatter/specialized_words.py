@@ -5,12 +5,11 @@ elements, which need no flag: NOTHING marks a word that has not come (see `push_
 peers, those of a scattered one to their owner. Then the group polls for the peers' words of the rows that its rank adds up, adds up
 all ranks' in their order, and puts NOTHING back.
 
-All ranks take tiles in one order and send before they wait. With a scattered output and `order ring` a rank takes the tiles of
-the other owners before its own, those of rank + 1 first. It waits in its own alone, so what it waits for was sent before any
-wait. All programs are resident, one per processor. So every wait is for a rank that has not begun. Two slots suffice: a rank
-begins a call only after the last, for which it had words from all peers, and those send theirs of a call after they have put back
-NOTHING of the one before. Rows of padding are sent too, as zeros, so that every rank has words of every call. See
-docs/memory-model.md.
+All ranks take tiles in one order and send before they wait. Tiles of all owners that multiply the same columns of B follow each
+other: a rank that took the tiles of other owners first was 5 to 11 % slower (results/h200x2/gemm-reduce-scatter/README.md). All
+programs are resident, one per processor. So every wait is for a rank that has not begun. Two slots suffice: a rank begins a call
+only after the last, for which it had words from all peers, and those send theirs of a call after they have put back NOTHING of the
+one before. Rows of padding are sent too, as zeros, so that every rank has words of every call. See docs/memory-model.md.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def exchange(tile, row, col, exchanged, staging, share, WORLD: gl.constexpr, SCA
     (None: none), the inbox [2, WORLD, room], and the heap's bases.
     """
     out, bias, residual, added, words, bases, control, rank, epoch, room = exchanged
-    _, m, n, _, _ = share
+    _, m, n, _ = share
     TYPE: gl.constexpr = staging.dtype
     ACROSS: gl.constexpr = tile.shape[1] // WORD
     layout: gl.constexpr = layout_of_words(ACROSS)
@@ -157,8 +156,8 @@ def exchange(tile, row, col, exchanged, staging, share, WORLD: gl.constexpr, SCA
 @gluon.jit
 def multiply_and_add(
     GROUP: gl.constexpr, TURN: gl.constexpr, of_all, exchanged, stagings, buffers, sums, share,
-    WORLD: gl.constexpr, SCATTERED: gl.constexpr, SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, Y1: gl.constexpr,
-    STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
+    WORLD: gl.constexpr, SCATTERED: gl.constexpr, SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr,
+    TURNS: gl.constexpr, Y1: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """A group: `specialized_product.multiply`, whose complete tiles are exchanged."""
     turn = 0
@@ -177,8 +176,8 @@ def multiply_and_add(
 @gluon.jit
 def add_tiles(
     a, b, box, of_all, exchanged, share,
-    WORLD: gl.constexpr, SCATTERED: gl.constexpr, SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, Y1: gl.constexpr,
-    STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
+    WORLD: gl.constexpr, SCATTERED: gl.constexpr, SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr,
+    TURNS: gl.constexpr, Y1: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """The work of a program. `box` is a TMA descriptor of C, whose box says how much a group stages."""
     buffers, stagings = allocate(a, box, 1, GROUPS, Y1, 0, 0, STAGES, 1)
@@ -209,22 +208,11 @@ def add_tiles(
         )  # fmt: skip
 
 
-@gluon.jit
-def ring(m, rank, WORLD: gl.constexpr, BLOCK_M: gl.constexpr):
-    """The order of the rows of tiles in which this rank's are the last, if all owners have whole tiles; see `part_at`. Else tiles of
-    several owners wait for each other, so all ranks need one order.
-    """
-    m_tiles = gl.cdiv(m, BLOCK_M)
-    of_owner = m_tiles // WORLD
-    whole = m % (WORLD * BLOCK_M) == 0
-    return gl.where(whole, of_owner, m_tiles), gl.where(whole, (rank + 1) * of_owner, 0)
-
-
 @gluon.jit(do_not_specialize=["m", "rank", "added"])
 def specialized_words_kernel(
     a, b, box, scales_a, stride_m, stride_g, scales_b, partials, finished, m, n, cols,
     out, bias, residual, added, words, bases, control, rank, room,
-    WORLD: gl.constexpr, SCATTERED: gl.constexpr, RING: gl.constexpr, SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr,
+    WORLD: gl.constexpr, SCATTERED: gl.constexpr, SCALES: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr,
     TURNS: gl.constexpr, Y1: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """See `specialized_product_kernel` for the first line, `exchange` for the second."""
@@ -233,11 +221,8 @@ def specialized_words_kernel(
     items = gl.cdiv(m, GROUPS * X_ROWS) * gl.cdiv(n, Y1) * SPLITS
     of_all = (scales_a, stride_m, stride_g, scales_b, partials, finished)
     exchanged = (out, bias, residual, added, words, bases, control, rank, epoch, room)
-    share = (items, m, n, cols, None)
-    if RING:
-        share = (items, m, n, cols, ring(m, rank, WORLD, GROUPS * X_ROWS))
     add_tiles(
-        a, b, box, of_all, exchanged, share,
+        a, b, box, of_all, exchanged, (items, m, n, cols),
         WORLD, SCATTERED, SCALES, SPLITS, GROUPS, TURNS, Y1, STAGES, STRIPS, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0), TARGET)
@@ -251,7 +236,6 @@ class SpecializedWords(Adding):
         self.product = SpecializedProduct(ProductTile.of(config["product"]), config["splits"], problem, problem.m, context)
         self.constants = {name: value for name, value in self.product.constants.items() if name not in ("Y2", "Y3")}
         self.scattered = problem.output == "scattered"
-        self.ring = self.scattered and config["order"] == "ring"
         self.room = problem.out_rows * problem.n // WORD.value
         self.words = context.heap.alloc((2 * problem.world_size * self.room,), torch.int64).fill_(NOTHING)
 
@@ -267,7 +251,7 @@ class SpecializedWords(Adding):
         context.launch(
             specialized_words_kernel, product.grid(len(a)), view_a, view_b, box, *others,
             *matrices, which, self.words, context.heap.bases, self.control, context.rank, self.room,
-            WORLD=self.problem.world_size, SCATTERED=self.scattered, RING=self.ring, **self.constants,
+            WORLD=self.problem.world_size, SCATTERED=self.scattered, **self.constants,
         )  # fmt: skip
 
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:  # noqa: ARG002
