@@ -147,12 +147,20 @@ class Context:
 
 
 try:
-    from triton.language.extra.cuda import gdc_wait
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ModuleNotFoundError:  # Triton built only for ROCm: launches never overlap there, so this is never called
 
     @triton.jit
     def gdc_wait():
         pass
+
+    gdc_launch_dependents = gdc_wait
+
+
+def overlapping(hardware: Hardware) -> dict[str, Any]:
+    """EARLY and the options of a launch that may begin while the kernel before it ends, where the hardware can do that."""
+    early = hardware.launches_overlap
+    return {"EARLY": early} | ({"launch_pdl": True} if early else {})
 
 
 def all_resident(context: Context) -> dict[str, Any]:

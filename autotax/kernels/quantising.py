@@ -10,6 +10,7 @@ from torch import Tensor
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.hardware import Hardware
 from autotax.kernels.all_gather_gemm.scaled_shards import CODES, quantise_kernel
+from autotax.kernels.context import overlapping
 from autotax.operators.scaled import GROUP
 
 
@@ -25,6 +26,6 @@ def quantised_by_kernel(a: Tensor, static: Tensor | None, quant: str, nowhere: T
     scales = torch.empty((max(1, groups), rows), dtype=torch.float32, device=a.device)
     quantise_kernel[(rows,)](
         a, scales if static is None else static, math.inf, codes.view(torch.uint8), scales, nowhere, rows, groups, k,
-        QUANT=quant, COLS=power_of_two(max(k, GROUP)), TARGET=hardware.family, num_warps=8,
+        QUANT=quant, COLS=power_of_two(max(k, GROUP)), TARGET=hardware.family, num_warps=8, **overlapping(hardware),
     )  # fmt: skip
     return codes, scales.t() if static is None else static

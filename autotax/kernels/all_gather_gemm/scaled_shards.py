@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels.context import Context
+from autotax.kernels.context import Context, gdc_launch_dependents, gdc_wait, overlapping
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import translate
 from autotax.kernels.scaled_product import GROUP as GROUP_COLS
@@ -55,10 +55,17 @@ def spread_quantised(
 
 @triton.jit
 def quantise_kernel(
-    a, static, most, codes, scales, bases, rows, groups, k, QUANT: tl.constexpr, COLS: tl.constexpr, TARGET: tl.constexpr
-):
-    """Quantises A [rows, k] on this rank alone, a row a program: bytes [rows, k], scales [groups, rows]. `bases` are two zeros."""
+    a, static, most, codes, scales, bases, rows, groups, k,
+    QUANT: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Quantises A [rows, k] on this rank alone, a row a program: bytes [rows, k], scales [groups, rows]. `bases` are two zeros.
+
+    With EARLY the launch may begin while the kernel before it ends, and the kernel behind it while this one runs.
+    """
     row = tl.program_id(0)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     spread_quantised(a, static, most, codes, scales, row, rows, rows, groups, 0, rows, k, bases, 0, 1, True, QUANT, COLS, TARGET)
 
 
@@ -82,6 +89,7 @@ class Quantiser:
         self.quant = SCALES_OF.get(problem.quantize, "none")
         self.columns = power_of_two(max(problem.k, GROUP))
         self.most = math.inf
+        self.overlapping = overlapping(context.hardware)
         if self.quant != "none":
             self.codes = context.empty((rows, problem.k), CODES)
             self.scales = context.empty((max(1, self.groups) * rows,), torch.float32)
@@ -101,7 +109,7 @@ class Quantiser:
         self.context.launch(
             quantise_kernel, (rows,), a, self.static(scales_a), self.most, self.codes.view(torch.uint8), scales,
             self.nowhere, rows, self.groups, self.problem.k,
-            QUANT=self.quant, COLS=self.columns, num_warps=8,
+            QUANT=self.quant, COLS=self.columns, num_warps=8, **self.overlapping,
         )  # fmt: skip
         return self.codes[:rows], self.static(scales_a) if self.quant == "tensor" else scales.t()
 
