@@ -26,7 +26,7 @@ from autotax.core.settings import RUN_STATUSES, TRIAL_STATUSES
 from autotax.db.records import Samples
 
 FORMER = {
-    "e8a218a256623c83": (  # all-gather-gemm/bsp
+    "51b63ca8ce97fd3f": (  # all-gather-gemm/bsp
         "fe0bb2886133dd1f", "be95cc05ac6f4283", "968257b504555392", "8fab94daced175f4",
         "3e1c42a7d5b36e8b", "059d3350cfb63119", "2a9b7b6e185d4faa", "de53815979869ae2",
     ),
@@ -39,16 +39,16 @@ FORMER = {
     "ba22f904031df697": ("ebf24f3fdd3d6263", "e97162c29504a0ce"),  # decode-merge/bsp
     "578679e67cb0c759": ("96ad667509d140bd", "266d7b2f6958cfa4"),  # decode-merge/gather
     "ff01e3285d64870f": ("8a6e8434acc79ce2", "61610584055d813e"),  # decode-merge/fine_grained
-    "f48cd56213c48a8b": ("b9ec9ac8a89fea7d", "331b8f5bddad6d42"),  # decode-merge/words
-    "bacd97b2a39a2ce0": ("3c0d91f651ee8527", "d89f7585b3a68a38"),  # decode-merge/compact
+    "8e21e03a57d27896": ("b9ec9ac8a89fea7d", "331b8f5bddad6d42"),  # decode-merge/words
+    "5a8adbbca3001c50": ("3c0d91f651ee8527", "d89f7585b3a68a38"),  # decode-merge/compact
     "b976760a132d20d9": ("3d1712e1f4db8526", "0388d92146935b2f"),  # flash-decode/bsp
     "daf53610b5101455": ("7659f1ffadbe0f64", "d4f5fa450ae58fea"),  # flash-decode/gather
     "d1d18f9d06dbd47f": ("42ecd53b08c9bb29", "a80a976f8e7e6ebd"),  # flash-decode/fine_grained
     "62fc337c7858ca6b": ("f6b5321262a2e0b7", "8927592aed1ec14e"),  # flash-decode/fused
     "92fb6b63a0d48823": ("b33b0952a97b73ca", "8769bab8aebe5425"),  # flash-decode/single
-    "c0ce54379a617e9e": ("64d50ef743601d9e", "7689408d43ffffd1"),  # flash-decode/resident
-    "f077b2a1ba07cdfe": ("72aacc8bf78cbc19", "69b2c5c7ff0fb829"),  # flash-decode/compact
-    "9bacb7871c9f0e53": (  # gemm-reduce-scatter/bsp
+    "39c41afe55a1ee03": ("64d50ef743601d9e", "7689408d43ffffd1"),  # flash-decode/resident
+    "4369cc3e3ff29a78": ("72aacc8bf78cbc19", "69b2c5c7ff0fb829"),  # flash-decode/compact
+    "ef5ca61046d7ac96": (  # gemm-reduce-scatter/bsp
         "b26684f604a75676", "ca42ca7c722ff4f8", "6b465d057055f05a", "d039365174a30dbe",
         "f7f3c5f4055b4aa3", "8fc8149f83fcd0e4", "d168751f9a7bbeae", "19bf51a94d22c4f4",
     ),
@@ -58,7 +58,7 @@ FORMER = {
     "3aec379ed28ab567": ("61b084ebc06e8254", "0166d5b96ea142c5", "3506c51f12e9d7d7"),  # gemm-reduce-scatter/words
     "678375d8cc229406": ("8f742c7113e5bbe1",),  # head-gather/bsp
     "6baa68e1adcfc643": ("7e0a30f37f938799", "2cd25a7f7a120c21"),  # head-gather/push
-    "694bebb33e02af99": ("26f57f11c0c18a78", "230dbed894586807"),  # head-gather/words
+    "7e59f065d24f2be3": ("26f57f11c0c18a78", "230dbed894586807"),  # head-gather/words
 }
 """Digests of `autotax.digests` of today, and those that the same code had formerly, the latest last."""
 CURRENT = {former: current for current, formers in FORMER.items() for former in formers}
