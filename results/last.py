@@ -54,7 +54,8 @@ def figures_of(rows: list[dict[str, Any]]) -> Figures:
 def is_of(config: Config, rows: list[dict[str, Any]]) -> bool:
     """Whether a comparison is of this config. It may be older than some parameters, or have some that no longer exist."""
     ours = next(row for row in rows if row["name"] == "autotax")
-    return ours["variant"] == config.variant and all(config.values.get(name, value) == value for name, value in ours["config"].items())
+    same = all(config.values.get(name, value) == value for name, value in ours["config"].items())
+    return ours["variant"] == config.variant and same
 
 
 def short(name: str) -> str:
