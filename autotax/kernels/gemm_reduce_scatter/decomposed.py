@@ -199,6 +199,7 @@ class Decomposed(Adding):
         context, rank, (top, bottom) = self.context, self.context.rank, self.span(piece)
         if top == bottom:
             return
+        context.rejoin(self.beside)  # what this rank has to send comes before programs that wait
         self.add_up(out, added, slot, top, bottom, far=False)
         sums, lines = self.sums[slot, rank, top:bottom], slice(top // LINE, ceil_div(bottom, LINE))
         flags = self.sum_flags.view(self.problem.world_size, -1)[rank, lines]
