@@ -52,7 +52,7 @@ FORMER = {
         "b26684f604a75676", "ca42ca7c722ff4f8", "6b465d057055f05a", "d039365174a30dbe",
         "f7f3c5f4055b4aa3", "8fc8149f83fcd0e4", "d168751f9a7bbeae", "19bf51a94d22c4f4",
     ),
-    "58910ded707bf07a": ("f5a132cbadb05cbb", "a7c0e6e63f5c4df2"),  # gemm-reduce-scatter/decomposed
+    "e1b83ce97512668d": ("f5a132cbadb05cbb", "a7c0e6e63f5c4df2"),  # gemm-reduce-scatter/decomposed
     "b1fbf7e8987f6d83": ("d0d051949b79d731", "63e24e5fbba46f2a"),  # gemm-reduce-scatter/push
     "583872aefa13fac1": ("5da769fcff0e6761", "d141c62b4569bac9"),  # gemm-reduce-scatter/pull_reduce
     "3aec379ed28ab567": ("61b084ebc06e8254", "0166d5b96ea142c5", "3506c51f12e9d7d7"),  # gemm-reduce-scatter/words

@@ -194,6 +194,10 @@ class Decomposed(Adding):
         grain = LINE if self.early else ROWS
         return ceil_div(ceil_div(self.problem.shard_rows, self.pieces), grain) * grain
 
+    def grid(self, rows: int) -> tuple[int]:
+        """The programs that add up or receive so many rows."""
+        return (min(PER_PROCESSOR * self.context.processors, ceil_div(rows, ROWS) * ceil_div(self.problem.n, COLS)),)
+
     def send_sums(self, out: Tensor, added: tuple[Any, Any, Any], slot: int, piece: int) -> None:
         """Adds up a piece of this rank's rows. Copy engines send the sums, then the flags of their lines."""
         context, rank, (top, bottom) = self.context, self.context.rank, self.span(piece)
@@ -217,7 +221,7 @@ class Decomposed(Adding):
         high = rows if top is None or bottom is None else bottom - top
         if high:
             context.launch(
-                add_kernel, (min(PER_PROCESSOR * context.processors, ceil_div(high, ROWS) * ceil_div(problem.n, COLS)),),
+                add_kernel, self.grid(high),
                 out, *added, self.box, self.sums, self.counts, self.raised, self.arrived, self.sum_flags, context.heap.bases,
                 self.control, context.rank, slot, problem.m, problem.n, rows, self.room, self.height, top, bottom,
                 REPLICATED=replicated, FAR=far, **self.constants,
@@ -227,7 +231,7 @@ class Decomposed(Adding):
         """Receives the sums of the other ranks."""
         problem, context, rows = self.problem, self.context, self.problem.shard_rows
         context.launch(
-            receive_kernel, (min(PER_PROCESSOR * context.processors, ceil_div(rows, ROWS) * ceil_div(problem.n, COLS)),),
+            receive_kernel, self.grid(rows),
             out, *added, self.sums, self.sum_flags, self.control, context.rank, slot, problem.m, problem.n, rows, self.room,
             **self.constants,
         )  # fmt: skip
