@@ -100,7 +100,7 @@ def quantise(values, scale, most, QUANT: tl.constexpr, TARGET: tl.constexpr):
 BLOCK_K = tl.constexpr(128)
 """Columns of K that share a scale with scales `block`."""
 LIBRARY, FAST = "library", "library_fast"
-"""The vendor's product; FAST accumulates with fewer bits, which only comparisons measure."""
+"""The vendor's product. FAST accumulates with fewer bits: of exact problems only comparisons measure it."""
 
 
 @triton.jit
@@ -285,7 +285,7 @@ class ScaledProduct:
     def __init__(self, problem: Any, config: Config, rows: int, context: Context) -> None:
         self.problem, self.context = problem, context
         name = config["product"]
-        self.fast = name == FAST
+        self.fast = name == FAST or problem.accumulate == "fast"
         self.tile, self.specialized = None, None
         if name.startswith(ROLES):
             from autotax.kernels.specialized_product import SpecializedProduct  # needs Triton's modules for NVIDIA

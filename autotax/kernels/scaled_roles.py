@@ -5,7 +5,8 @@ for 16 bits, with half the columns of K. A multiplying group reads a strip of 64
 
 Tensor cores add products of e4m3 with fewer bits than float32 has. So a group adds up the sum of each strip in float32, while the
 other group multiplies. With scales `block` it scales that sum first. Other scales are applied to the whole sum. Where no scale
-changes within K, tensor cores may add up two strips before that (docs/fp8.md, "Errors").
+changes within K, tensor cores may add up two strips before that (docs/fp8.md, "Errors"). With fast accumulation they add up all of
+K (`roles.products_of`): callers then have zero STRIPS.
 """
 
 from triton.experimental import gluon
@@ -13,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from autotax.kernels import tiling
-from autotax.kernels.all_gather_gemm.roles import BLOCK_K, X_ROWS, reinterpret, store_part
+from autotax.kernels.all_gather_gemm.roles import BLOCK_K, X_ROWS, codes_of, store_part
 from autotax.kernels.primitives import arithmetic
 
 CODES = gl.constexpr(2 * BLOCK_K)
@@ -29,13 +30,6 @@ OVERLAPPING = {"launch_pdl": True}
 def await_launch():
     """Waits until the kernel before this one has ended and its stores are visible."""
     gl.inline_asm_elementwise("griddepcontrol.wait;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def codes_of(words, ROWS: gl.constexpr):
-    """A block of words [ROWS, 64] in shared memory as codes."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    return reinterpret(words, gl.float8e4nv, [ROWS, CODES], layout)
 
 
 @gluon.jit

@@ -34,7 +34,7 @@ class AllGatherGemm(Problem):
 
     With dtype `e4m3` A and B have `scales`, C has the type `result`, and A is sharded along m: see `operators/scaled.py`. With
     `quantize` the caller's A has the type `result`; each rank quantises its rows on the way: `row` and `block` make their scales,
-    `static` takes one, that of scales `tensor`.
+    `static` takes one, that of scales `tensor`. `accumulate="fast"` permits what torch calls `use_fast_accum`.
 
     `n` is the number of columns of C on each rank.
     """
@@ -50,6 +50,7 @@ class AllGatherGemm(Problem):
     result: str = scaled.scaled_field("result")
     quantize: str = scaled.scaled_field("quantize")
     operand: str = scaled.scaled_field("operand")
+    accumulate: str = scaled.scaled_field("accumulate")
 
     op: ClassVar[str] = "all-gather-gemm"
 
@@ -224,7 +225,7 @@ operator.peer("nccl_ll", f"{_PEERS}:NcclLL", where=_on_nvidia, modes=("graph",),
 operator.peer("nccl_ll128", f"{_PEERS}:NcclLL128", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
 operator.peer("torch_scaled", f"{_PEERS}:TorchScaled", where=_torch_multiplies)
 operator.peer("torch_fast", f"{_PEERS}:TorchScaledFast", where=_torch_multiplies)
-operator.peer("nccl_fast", f"{_PEERS}:NcclFast", where=scaled.has_fast_product)
+operator.peer("nccl_fast", f"{_PEERS}:NcclFast", where=scaled.has_another_fast_product)
 operator.peer("nccl_deep_gemm", f"{_PEERS}:NcclDeepGemm", where=scaled.has_deep_gemm)
 operator.peer("product", f"{_PEERS}:product", modes=(), part="the product alone", row="cublas")
 

@@ -32,7 +32,8 @@ class GemmReduceScatter(Problem):
 
     `k` is the part of the inner dimension that one rank holds. With dtype `e4m3` A and B have `scales` and C has the type
     `result`: see `operators/scaled.py`. With `quantize` the caller's A has the type `result`, and each rank quantises it: `row`
-    and `block` make its scales, `static` takes one, that of scales `tensor`.
+    and `block` make its scales, `static` takes one, that of scales `tensor`. `accumulate="fast"` permits what torch calls
+    `use_fast_accum`.
     """
 
     m: int = size("rows of A and C", varying=True)
@@ -48,6 +49,7 @@ class GemmReduceScatter(Problem):
     result: str = scaled.scaled_field("result")
     quantize: str = scaled.scaled_field("quantize")
     operand: str = scaled.scaled_field("operand")
+    accumulate: str = scaled.scaled_field("accumulate")
 
     op: ClassVar[str] = "gemm-reduce-scatter"
 
@@ -232,7 +234,7 @@ def _with_scales(problem: GemmReduceScatter, hardware: Hardware) -> bool:
 
 operator.peer("torch_scaled", f"{_PEERS}:TorchScaled", where=_with_scales)
 operator.peer("torch_fast", f"{_PEERS}:TorchScaledFast", where=_with_scales)
-operator.peer("nccl_fast", f"{_PEERS}:NcclFast", where=scaled.has_fast_product)
+operator.peer("nccl_fast", f"{_PEERS}:NcclFast", where=scaled.has_another_fast_product)
 operator.peer("nccl_deep_gemm", f"{_PEERS}:NcclDeepGemm", where=scaled.has_deep_gemm)
 operator.peer(
     "product",

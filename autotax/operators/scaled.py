@@ -49,6 +49,9 @@ _FIELDS = {
         "none, row, block or static: how ranks quantise an A of the type of C, with dtype e4m3", "none", "row", "block", "static"
     ),
     "operand": ("e4m3, or e5m2 for gradients: the type of A with dtype e4m3", "e4m3", "e5m2"),
+    "accumulate": (
+        "exact, or fast with dtype e4m3: tensor cores may add up all of K, with fewer bits than float32 has", "exact", "fast"
+    ),
 }
 """The meaning of each field, and the allowed values. The first is the value for problems with other types than e4m3."""
 USUAL = {name: default for name, (_, default, *_) in _FIELDS.items()}
@@ -68,8 +71,8 @@ def scaled_field(name: str) -> Any:
 def check(problem: Any) -> None:
     """Raises UsageError for fields of e4m3 that contradict each other, and for sizes that products of e4m3 do not support."""
     if problem.dtype != "e4m3":
-        for name, plain in USUAL.items():
-            if getattr(problem, name, plain) != plain:
+        for name, usual in USUAL.items():
+            if getattr(problem, name, usual) != usual:
                 value = getattr(problem, name)
                 raise UsageError(
                     f"{name} is {value!r} with dtype {problem.dtype}; only e4m3 takes it: give --dtype e4m3 or leave --{name} out"
@@ -84,6 +87,10 @@ def check(problem: Any) -> None:
                 f"{name} is {getattr(problem, name)} with dtype e4m3, scales {problem.scales}; it must be a multiple of {least}: "
                 f"pad {name} to {ceil_div(getattr(problem, name), least) * least}"
             )
+    if problem.accumulate == "fast" and problem.scales == "block":
+        raise UsageError(
+            "accumulate is 'fast' with scales block; allowed is exact, since sums end with every block: leave --accumulate out"
+        )
     if problem.operand != "e4m3" and (problem.quantize != "none" or problem.scales == "block"):
         raise UsageError(
             f"operand is {problem.operand!r} with scales {problem.scales}, quantize {problem.quantize}; it takes scales "
@@ -100,7 +107,12 @@ def check(problem: Any) -> None:
 
 def as_words(problem: Any) -> Any:
     """The problem of 16 bits whose matrices have the bytes of this one: two codes are a word of the type of C."""
-    return replace(problem, k=problem.k // 2, dtype=problem.result, scales="none", result="bf16", quantize="none", operand="e4m3")
+    return replace(plain(problem), k=problem.k // 2)
+
+
+def plain(problem: Any) -> Any:
+    """The same problem with matrices of the type of C."""
+    return replace(problem, dtype=problem.result, **USUAL)
 
 
 def scales_bytes(problem: Any, rows: int) -> int:
@@ -290,6 +302,11 @@ def has_library_product(problem: Any, hardware: Hardware) -> bool:
 def has_fast_product(problem: Any, hardware: Hardware) -> bool:
     """Whether torch's products of e4m3 apply, which take no scales of blocks."""
     return hardware.backend == "cuda" and problem.scales in ("tensor", "row")
+
+
+def has_another_fast_product(problem: Any, hardware: Hardware) -> bool:
+    """Whether the library's fast product is another than that of the baseline."""
+    return has_fast_product(problem, hardware) and problem.accumulate == "exact"
 
 
 def has_deep_gemm(problem: Any, hardware: Hardware) -> bool:

@@ -25,8 +25,6 @@ TENSOR_TFLOPS = 700.0
 ADDING_GBPS = 2000.0
 FEWEST_FOR_ENGINES = 256
 """From so many rows of a shard on, copy engines send in the first seed of FP8. With fewer rows a kernel starts sooner."""
-LEAST_EARLY = 512
-"""From so many rows of a shard on, a seed sends the sums of halves beside GEMMs; from twice as many, one those of quarters."""
 MOST_FLAG_TILES = 8
 DIFFERENT = 3
 """The first seeds have this many different tile sizes, because the time estimate is rough."""
@@ -182,8 +180,7 @@ def scaled_decomposed(problem: GemmReduceScatter, hardware: Hardware) -> Variant
     ways = plain.seeds if problem.shard_rows >= FEWEST_FOR_ENGINES else (*plain.seeds[-2:], *plain.seeds[:-2])
     seeds = [Config.of("scaled_decomposed", seed.values | products[at]) for at in (0, min(1, len(products) - 1)) for seed in ways]
     parameters = plain.parameters | scaled.parameters(problem, problem.m, hardware, roles=True)
-    constraints = (*plain.constraints, scaled.whole())
-    return VariantSpace("scaled_decomposed", parameters, constraints, tuple(dict.fromkeys(seeds)), plain.former)
+    return VariantSpace("scaled_decomposed", parameters, (*plain.constraints, scaled.whole()), tuple(dict.fromkeys(seeds)))
 
 
 def scaled_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
@@ -209,52 +206,34 @@ def decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace |
 
 
 def _decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
-    """A single GEMM for all ranks stores to one place only, so its result is sent afterwards.
-
-    With a replicated output the sums of some rows may travel beside the GEMM of the next ones.
-    """
+    """A single GEMM for all ranks stores to one place only, so its result is sent afterwards."""
     comms = gemm.comm_programs(hardware)
-    many, least = min(16, comms[-1]), comms[0]
+    many = min(16, comms[-1])
     parameters: dict[str, tuple[Value, ...]] = {
         "products": ("each", "halves", "one"),
         "sender": ("engine", "product", "kernel"),
         "comm": comms,
     }
-    ways: list[dict[str, Value]] = [
-        {"products": "each", "sender": "engine", "comm": least},
-        {"products": "each", "sender": "product", "comm": least},
-        {"products": "each", "sender": "kernel", "comm": many},
-        {"products": "one", "sender": "kernel", "comm": many},
+    seeds: list[tuple[str, str, int]] = [
+        ("each", "engine", comms[0]),
+        ("each", "product", comms[0]),
+        ("each", "kernel", many),
+        ("one", "kernel", many),
     ]
-    halves = {**ways[0], "products": "halves"}
     if problem.shard_rows >= 2 * gemm.LEAST_HALF:
-        ways[1:1] = [halves]
-    constraints = [
+        seeds[1:1] = [("halves", "engine", comms[0])]
+    constraints = (
         Constraint(
-            ("sender", "comm"), lambda how, comm: how == "kernel" or comm == least, "only a kernel has programs that send"
+            ("sender", "comm"), lambda how, comm: how == "kernel" or comm == comms[0], "only a kernel has programs that send"
         ),
         Constraint(
             ("products", "sender"),
             lambda products, how: (products, how) != ("one", "product"),
             "one product is stored in one place",
         ),
-    ]
-    if problem.output == "scattered":
-        return VariantSpace("decomposed", parameters, tuple(constraints), tuple(Config.of("decomposed", way) for way in ways))
-    parameters |= {"products": ("each", "halves", "quarters", "one"), "sums": ("late", "early")}
-    constraints.append(
-        Constraint(
-            ("products", "sender", "sums"),
-            lambda products, how, sums: sums == "late" or (products in ("halves", "quarters") and how == "engine"),
-            "copy engines send the sums of pieces early",
-        )
     )
-    ways = [{**way, "sums": "late"} for way in ways]
-    if problem.shard_rows >= LEAST_EARLY:
-        early = [{**halves, "sums": "early"}, {**halves, "products": "quarters", "sums": "early"}]
-        ways[1:1] = early[: 1 + (problem.shard_rows >= 2 * LEAST_EARLY)]
-    configs = tuple(Config.of("decomposed", way) for way in ways)
-    return VariantSpace("decomposed", parameters, tuple(constraints), configs, former={"sums": "late"})
+    configs = tuple(Config.of("decomposed", products=how, sender=sender, comm=comm) for how, sender, comm in seeds)
+    return VariantSpace("decomposed", parameters, constraints, configs)
 
 
 def two_kernel(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:

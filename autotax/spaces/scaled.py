@@ -49,6 +49,8 @@ parts 45.2 (2 H200).
 """
 BLOCKS_OF_ONE_SCALE = (64, 128)
 """Columns of warp-specialized tiles that lie in one block of B with scales `block`."""
+WHOLE = 0
+"""The strip of fast accumulation: all of K."""
 STRIP_STAGES, WIDE_STRIP_STAGES = 3, 4
 """Fewest stages with two strips at a time, of which a wider tile holds both for longer."""
 
@@ -64,9 +66,11 @@ def with_strips(space: VariantSpace, problem: Any) -> VariantSpace:
     to 0.97 without such scales (nine problems of two H200), and with them 0.81 and 0.86 (two products of one).
     """
     allowed: tuple[Value, ...] = (GROUP, 2 * GROUP) if problem.k % (2 * GROUP) == 0 else (GROUP,)
+    if problem.accumulate == "fast":
+        allowed = (WHOLE,)
 
     def loads(block_n: int, stages: int, strip: int) -> bool:
-        return strip == GROUP or stages >= (STRIP_STAGES if block_n <= MOST_TOGETHER else WIDE_STRIP_STAGES)
+        return strip <= GROUP or stages >= (STRIP_STAGES if block_n <= MOST_TOGETHER else WIDE_STRIP_STAGES)
 
     constraint = Constraint(("block_n", "num_stages", "strip"), loads, "two strips leave too few stages for those that come next")
     space = replace(

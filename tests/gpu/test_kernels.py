@@ -139,13 +139,6 @@ def test_the_last_shard_in_pieces_never_errs(ranks: Ranks, rows: int) -> None:
     run(ranks, problem, Config.of("decomposed", products="halves", comm=0, warm=0))
 
 
-@pytest.mark.parametrize("products", ["halves", "quarters"])
-@pytest.mark.parametrize("rows", [301, 4096])
-def test_sums_that_travel_beside_products_never_err(ranks: Ranks, rows: int, products: str) -> None:
-    problem = GemmReduceScatter(rows, 784, 1032, "bf16", "replicated", WORLD)
-    run(ranks, problem, default_with(problem, "decomposed", products=products, sums="early"))
-
-
 @pytest.mark.parametrize("across", [0, 1])
 @pytest.mark.parametrize("splits", [1, 2, 8])
 def test_tiles_in_parts_and_across_shards_never_err(ranks: Ranks, across: int, splits: int) -> None:

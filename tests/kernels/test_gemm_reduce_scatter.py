@@ -41,8 +41,7 @@ PATIENCE = 5000
 """Polls before a wait gives up: peers may take their time to begin."""
 LOOKS = 1000
 """Polls for words before a wait gives up. The interpreter takes milliseconds for a poll of a tile of words."""
-EARLY: tuple[str, dict[str, Value]] = ("decomposed", {"products": "halves", "sender": "engine", "comm": 1, "sums": "early"})
-CASES = [*((problem, *way) for problem in (SCATTERED, REPLICATED) for way in WAYS), (REPLICATED, *EARLY)]
+CASES = [(problem, name, way) for problem in (SCATTERED, REPLICATED) for name, way in WAYS]
 
 
 def _outputs_of(problem: GemmReduceScatter, variant: str, **_: object) -> dict[str, object]:
@@ -165,22 +164,6 @@ def test_bias_and_residual_are_added_where_the_sum_is_stored(
         assert max(errors) <= TOLERANCE[problem.dtype] * (3 if variant == "bsp" else 1)
     if problem.output == "replicated" and variant != "bsp":
         assert len({bits for _, bits in found}) == 1, "equal residuals, equal bits"
-
-
-@pytest.mark.parametrize("products", ["halves", "quarters"])
-def test_sums_of_several_pieces_may_travel_early(ranks: Ranks, products: str) -> None:
-    """Pieces of whole lines of sums. Calls of fewer rows put other lines into the last piece, or leave it empty."""
-    problem = GemmReduceScatter(WORLD * 150, 24, 64, "fp32", "replicated", WORLD)
-    config = config_of(problem, "decomposed", EARLY[1] | {"products": products})
-    smaller = [replace(problem, m=m) for m in (WORLD * 150, WORLD * 64, 5, WORLD * 130 + 1, WORLD * 150)]
-    for errors in ranks.run(conformance.errors_of_sizes, problem, config, smaller):
-        assert max(errors) <= TOLERANCE[problem.dtype]
-
-
-def test_sums_that_travel_early_are_those_before_bias_and_residual(ranks: Ranks) -> None:
-    found = ranks.run(errors_with_addends, REPLICATED, config_of(REPLICATED, *EARLY))
-    assert max(max(errors) for errors, _ in found) <= TOLERANCE[REPLICATED.dtype]
-    assert len({bits for _, bits in found}) == 1, "equal residuals, equal bits"
 
 
 def test_partial_sums_of_16_bits_cost_no_more_than_the_output_does(ranks: Ranks) -> None:

@@ -257,9 +257,8 @@ def _received(problem: GemmReduceScatter, rank: int, height: int, units: int, li
 def _decomposed(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]], int, int]:
     """Spans are of rows. A rank sends the rows that it keeps to itself."""
     world, rows = problem.world_size, problem.shard_rows
-    pieces = {"halves": 2, "quarters": 4}.get(str(config["products"]), 1)
-    grain = LINE if config.values.get("sums") == "early" else ADDED_ROWS
-    high = ceil_div(ceil_div(rows, pieces), grain) * grain
+    pieces = 2 if config["products"] == "halves" else 1
+    high = ceil_div(ceil_div(rows, pieces), ADDED_ROWS) * ADDED_ROWS
     tasks: list[list[Task]] = []
     for rank in range(world):
         spans = [(min(piece * high, rows), min((piece + 1) * high, rows)) for piece in range(pieces)]

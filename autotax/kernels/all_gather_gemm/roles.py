@@ -218,17 +218,36 @@ def store_part(out, part, staging, row, col, rows, X_IS_B: gl.constexpr, TARGET:
 
 
 @gluon.jit
+def codes_of(words, ROWS: gl.constexpr):
+    """A block of words [ROWS, 64] in shared memory as codes [ROWS, 128] of e4m3."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    return reinterpret(words, gl.float8e4nv, [ROWS, 2 * BLOCK_K], layout)
+
+
+@gluon.jit
+def block_of(words, ROWS: gl.constexpr, OF_CODES: gl.constexpr):
+    """A block as tensor cores read it: the words themselves, or their codes."""
+    block = words
+    if OF_CODES:
+        block = codes_of(words, ROWS)
+    return block
+
+
+@gluon.jit
 def products_of(
     GROUP: gl.constexpr, buffers, cols, turn,
     GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
+    OF_CODES: gl.constexpr = False,
 ):  # fmt: skip
-    """The float32 sums of a group's 64 rows of X, 16 bits, with each part of Y, then the next turn of the buffers. A buffer holds
-    DEPTH blocks of K.
+    """The sums of a group's 64 rows of X with each part of Y, then the next turn of the buffers. A buffer holds DEPTH blocks of K.
+
+    Tensor cores add up all of K: numbers of 16 bits in float32, and OF_CODES with fewer bits, which is fast accumulation.
     """
     x, y, full, empty = buffers
-    layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, 16])
-    layout2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y2 if Y2 else Y1, 16])
-    layout3: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y3 if Y3 else Y1, 16])
+    DEEP: gl.constexpr = 32 if OF_CODES else 16
+    layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, DEEP])
+    layout2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y2 if Y2 else Y1, DEEP])
+    layout3: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y3 if Y3 else Y1, DEEP])
     one = gl.zeros([X_ROWS, Y1], gl.float32, layout1)
     two = gl.zeros([X_ROWS, Y2 if Y2 else Y1], gl.float32, layout2)
     three = gl.zeros([X_ROWS, Y3 if Y3 else Y1], gl.float32, layout3)
@@ -237,12 +256,12 @@ def products_of(
         mbarrier.wait(full.index(stage), turn // STAGES & 1)
         for strip in gl.static_range(DEPTH):
             place = stage * DEPTH + strip
-            mine = x.index(place * GROUPS + GROUP)
-            one = warpgroup_mma(mine, y[0].index(place).permute((1, 0)), one, is_async=True)
+            mine = block_of(x.index(place * GROUPS + GROUP), X_ROWS, OF_CODES)
+            one = warpgroup_mma(mine, block_of(y[0].index(place), Y1, OF_CODES).permute((1, 0)), one, is_async=True)
             if Y2:
-                two = warpgroup_mma(mine, y[1].index(place).permute((1, 0)), two, is_async=True)
+                two = warpgroup_mma(mine, block_of(y[1].index(place), Y2, OF_CODES).permute((1, 0)), two, is_async=True)
             if Y3:
-                three = warpgroup_mma(mine, y[2].index(place).permute((1, 0)), three, is_async=True)
+                three = warpgroup_mma(mine, block_of(y[2].index(place), Y3, OF_CODES).permute((1, 0)), three, is_async=True)
         # After this wait the products of the previous buffer are complete.
         if Y3:
             one, two, three = warpgroup_mma_wait(num_outstanding=3 * DEPTH, deps=(one, two, three))

@@ -21,7 +21,7 @@ from autotax.core.config import Config
 from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.push_specialized import PushSpecialized, load_tiles, poll_tiles, send_shard
 from autotax.kernels.all_gather_gemm.push_words import GROUP_M, THREADS, PushWords, load_a, load_b, receive_words, send_words
-from autotax.kernels.all_gather_gemm.roles import X_ROWS, allocate, tile_at
+from autotax.kernels.all_gather_gemm.roles import X_ROWS, allocate, products_of, tile_at
 from autotax.kernels.all_gather_gemm.scaled_shards import Quantiser
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
@@ -118,10 +118,13 @@ def multiply_scaled(
             place = gl.where(source == rank, own.to(gl.int64), dense.to(gl.int64) + 4 * (source * room).to(gl.int64))
             of_a = gl.where(inside, place + 4 * (r - source * shard_rows).to(gl.int64), own.to(gl.int64)).to(own.dtype)
         of_b = scales_b + col // CODES * groups
-        one, two, three, turn = multiply_tile(
-            GROUP, buffers, cols, turn, of_a, shard, of_b,
-            SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, STRIPS, EARLY,
-        )  # fmt: skip
+        if STRIPS == 0:
+            one, two, three, turn = products_of(GROUP, buffers, cols, turn, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, True)
+        else:
+            one, two, three, turn = multiply_tile(
+                GROUP, buffers, cols, turn, of_a, shard, of_b,
+                SCALES, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, STRIPS, EARLY,
+            )  # fmt: skip
         one = with_scales(one, of_a, inside, scales_b, col, n, SCALES, X_IS_B)
         store_boxes(out[0], one, staging, row, col, rows, X_IS_B, TARGET)
         if Y2:

@@ -17,13 +17,13 @@ from autotax.kernels.all_gather_gemm.scaled_shards import CODES as CODE
 from autotax.kernels.all_gather_gemm.scaled_shards import Quantiser
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.reduction import Adding, addends
-from autotax.kernels.gemm_reduce_scatter.scaled_sums import plain
 from autotax.kernels.gemm_reduce_scatter.scatter_roles import scatter_tiles
 from autotax.kernels.primitives import EPOCH, leave
 from autotax.kernels.scaled_roles import CODES, OVERLAPPING, await_launch
 from autotax.kernels.tiling import GROUP_ROWS, MOST_RANKS, PART_ROWS
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.inputs import DTYPES
+from autotax.operators.scaled import plain
 
 MOST_REGISTERS = {1: 168, 2: 128}
 """Registers per thread at the launch, by multiplying groups: all of a processor. The kernel redistributes them among warps."""

@@ -96,15 +96,12 @@ def sum_of_ranks(
 def store_sum(
     total, out, bias, residual, added, sums, slot, row, col, m, n, rows, room, bases, rank,
     WORLD: tl.constexpr, REPLICATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
-    FAR: tl.constexpr = True,
 ):  # fmt: skip
-    """Stores a piece of this rank's rows, and if replicated also the plain sum in `sums` [slot, owner, room, n] of the others, or
-    without FAR of this rank alone.
-    """
+    """Stores a piece of this rank's rows, and if replicated also the plain sum in `sums` [slot, owner, room, n] of the others."""
     below = tl.minimum(rows, m - rank * rows)  # rows that are not padding
     if REPLICATED:
         own_sums = sums + place_of(slot, 0, rank, room, n, WORLD, False)
-        for hop in tl.static_range(1 if FAR else 0, WORLD if FAR else 1):
+        for hop in tl.static_range(1, WORLD):
             theirs = translate(own_sums, bases, rank, (rank + hop) % WORLD)
             store_rows(theirs, total, row, rows, col, n, ROWS, COLS, ALIGNED, TARGET)
         if added is not None:
@@ -118,21 +115,14 @@ def store_sum(
 
 
 @triton.jit
-def tell_sums(
-    line, need, counts, raised, flags, bases, rank, epoch, most_lines, WORLD: tl.constexpr, TARGET: tl.constexpr,
-    FAR: tl.constexpr = True,
-):  # fmt: skip
-    """Counts a piece of a line of sums. With the `need`-th piece it raises the line's flag [source, most_lines] at all peers.
-
-    Without FAR it only notes that the flag is raised, which the caller does.
-    """
+def tell_sums(line, need, counts, raised, flags, bases, rank, epoch, most_lines, WORLD: tl.constexpr, TARGET: tl.constexpr):
+    """Counts a piece of a line of sums. With the `need`-th piece it raises the line's flag [source, most_lines] at all peers."""
     if count(counts + line, TARGET, "sys") == need - 1:
         tl.store(counts + line, 0)
         before = tl.atomic_xchg(raised + line, epoch, sem="relaxed", scope="gpu")
-        if FAR:
-            for hop in tl.range(1, WORLD, num_stages=1):
-                flag = flag_address(flags, rank * most_lines + line, bases, rank, (rank + hop) % WORLD)
-                signal(flag, epoch - before, TARGET, "sys")
+        for hop in tl.range(1, WORLD, num_stages=1):
+            flag = flag_address(flags, rank * most_lines + line, bases, rank, (rank + hop) % WORLD)
+            signal(flag, epoch - before, TARGET, "sys")
 
 
 @triton.jit

@@ -5,7 +5,6 @@ Partial sums leave a product in the type of C, as in the plain editions. They ar
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,11 +16,7 @@ from autotax.kernels.kernel import Kernel
 from autotax.kernels.libraries import DeepGemm
 from autotax.kernels.scaled_product import ScaledProduct
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
-
-
-def plain(problem: GemmReduceScatter) -> GemmReduceScatter:
-    """The problem of the same sums without scales."""
-    return replace(problem, dtype=problem.result, scales="none", result="bf16", quantize="none", operand="e4m3")
+from autotax.operators.scaled import plain
 
 
 class Factor(NamedTuple):

@@ -160,10 +160,13 @@ def multiply_tiles(
             inside = (within < rows) & (row < m)
             of_a = scales_a + gl.where(inside, row, 0) * stride_m
             of_b = scales_b + col // CODES * groups
-            one, two, _, turn = multiply_tile(
-                GROUP, buffers, cols, turn, of_a, stride_g, of_b,
-                SCALES, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1, STRIPS,
-            )  # fmt: skip
+            if STRIPS == 0:
+                one, two, _, turn = products_of(GROUP, buffers, cols, turn, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1, True)
+            else:
+                one, two, _, turn = multiply_tile(
+                    GROUP, buffers, cols, turn, of_a, stride_g, of_b,
+                    SCALES, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1, STRIPS,
+                )  # fmt: skip
         one = with_row_scales(one, of_a, inside, scales_b, col, n, SCALES)
         if EPILOGUE:
             if hop == 0:

@@ -43,10 +43,10 @@ from autotax.kernels.gemm_reduce_scatter.product import (
     whole_tiles,
 )
 from autotax.kernels.gemm_reduce_scatter.reduction import Adding, addends, with_addends
-from autotax.kernels.gemm_reduce_scatter.scaled_sums import plain
 from autotax.kernels.primitives import EPOCH, ERROR, LIMIT, leave, load_whole, note_missing, store_whole
 from autotax.kernels.scaled_product import Tile, scaled_sum, with_scales
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
+from autotax.operators.scaled import plain
 
 PIECE_WORDS = 1024
 """Words that a program polls together: at least as many as it has threads, which may load a smaller tile twice."""
