@@ -63,6 +63,9 @@ def answer(problem: Problem, here: Place, sources: Sequence[Source], *, allow_st
     for source in sources:
         if answered := _between(problem, here, source, refused):
             return answered
+    for source in sources:
+        if answered := _stricter(problem, here, source, refused):
+            return answered
     if allow_stale:
         for source in sources:
             if answered := _stale(problem, here, source, refused):
@@ -139,13 +142,38 @@ def _nearest(problem: Problem, here: Place, source: Source, refused: list[str]) 
     for winner in _by_distance(problem, _current(source.index.of_bucket(problem.key), here)):
         config, sizes = winner.config, _sizes(winner.problem_key, problem)
         said = _difference(problem, sizes)
-        if not any(_fitting(problem, here, [winner], refused, f"the nearest winner, {said}, does")):
-            continue
-        if (expected := winner.interval_low * _kept_share(problem, sizes, config)) < LEAST_EXPECTED and config.variant != "bsp":
-            refused.append(f"the nearest winner, {said}, is expected to be {expected:.2f}x as fast as BSP here")
-            continue
-        return _tuned(winner, config, "nearest", f"{source.origin}the nearest in its bucket, {said}; {_margin(winner)} there")
+        share = _kept_share(problem, sizes, config)
+        if _expected_to_help(problem, here, winner, share, f"the nearest winner, {said},", refused):
+            return _tuned(winner, config, "nearest", f"{source.origin}the nearest in its bucket, {said}; {_margin(winner)} there")
     return None
+
+
+def _stricter(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
+    """The nearest winner of a stricter problem in the same bucket: exact sums may take the place of fast ones."""
+    if (stricter := registry.of(problem).stricter(problem)) is None:
+        return None
+    like, left = stricter
+    for winner in _by_distance(like, _current(source.index.of_bucket(like.key), here)):
+        share = left * _kept_share(like, _sizes(winner.problem_key, like), winner.config)
+        if _expected_to_help(problem, here, winner, share, f"the winner of {winner.problem_key}", refused):
+            reason = f"{source.origin}that of a stricter problem, {winner.problem_key}; {_margin(winner)} there"
+            return _tuned(winner, winner.config, "nearest", reason)
+    return None
+
+
+def _expected_to_help(
+    problem: Problem, here: Place, winner: IndexedWinner, share: float, subject: str, refused: list[str]
+) -> bool:
+    """Whether a winner of another problem fits, and is expected to beat BSP when only a `share` of its speed-up is left.
+    `refused` takes why not.
+    """
+    if not any(_fitting(problem, here, [winner], refused, f"{subject} does")):
+        return False
+    expected = winner.interval_low * share
+    if expected >= LEAST_EXPECTED or winner.config.variant == "bsp":
+        return True
+    refused.append(f"{subject} is expected to be {expected:.2f}x as fast as BSP here")
+    return False
 
 
 LEAST_EXPECTED = 0.98

@@ -26,7 +26,7 @@ from autotax.core.settings import RUN_STATUSES, TRIAL_STATUSES
 from autotax.db.records import Samples
 
 FORMER = {
-    "51b63ca8ce97fd3f": (  # all-gather-gemm/bsp
+    "1e0df87ce532a799": (  # all-gather-gemm/bsp
         "fe0bb2886133dd1f", "be95cc05ac6f4283", "968257b504555392", "8fab94daced175f4",
         "3e1c42a7d5b36e8b", "059d3350cfb63119", "2a9b7b6e185d4faa", "de53815979869ae2",
     ),
@@ -48,13 +48,13 @@ FORMER = {
     "92fb6b63a0d48823": ("b33b0952a97b73ca", "8769bab8aebe5425"),  # flash-decode/single
     "39c41afe55a1ee03": ("64d50ef743601d9e", "7689408d43ffffd1"),  # flash-decode/resident
     "4369cc3e3ff29a78": ("72aacc8bf78cbc19", "69b2c5c7ff0fb829"),  # flash-decode/compact
-    "ef5ca61046d7ac96": (  # gemm-reduce-scatter/bsp
+    "9ac6c04a5b4e9dc4": (  # gemm-reduce-scatter/bsp
         "b26684f604a75676", "ca42ca7c722ff4f8", "6b465d057055f05a", "d039365174a30dbe",
         "f7f3c5f4055b4aa3", "8fc8149f83fcd0e4", "d168751f9a7bbeae", "19bf51a94d22c4f4",
     ),
-    "e1b83ce97512668d": ("f5a132cbadb05cbb", "a7c0e6e63f5c4df2"),  # gemm-reduce-scatter/decomposed
-    "b1fbf7e8987f6d83": ("d0d051949b79d731", "63e24e5fbba46f2a"),  # gemm-reduce-scatter/push
-    "583872aefa13fac1": ("5da769fcff0e6761", "d141c62b4569bac9"),  # gemm-reduce-scatter/pull_reduce
+    "a43e05c6b4c42f01": ("f5a132cbadb05cbb", "a7c0e6e63f5c4df2"),  # gemm-reduce-scatter/decomposed
+    "00467e33e64b2bf0": ("d0d051949b79d731", "63e24e5fbba46f2a"),  # gemm-reduce-scatter/push
+    "c76d4d2b5023994d": ("5da769fcff0e6761", "d141c62b4569bac9"),  # gemm-reduce-scatter/pull_reduce
     "3aec379ed28ab567": ("61b084ebc06e8254", "0166d5b96ea142c5", "3506c51f12e9d7d7"),  # gemm-reduce-scatter/words
     "678375d8cc229406": ("8f742c7113e5bbe1",),  # head-gather/bsp
     "6baa68e1adcfc643": ("7e0a30f37f938799", "2cd25a7f7a120c21"),  # head-gather/push

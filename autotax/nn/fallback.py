@@ -87,15 +87,16 @@ class PlainScaled:
     """A parallel layer with a weight in e4m3, for any size. On GPUs one kernel quantises.
 
     - `kind`: all_gather, reduce_scatter or all_reduce. `layout`: of the scales. `quantize`: see ScaledLinear.
-    - `x`: like a call's, of any number of rows. `static`: the scale of quantize `static`.
+    - `x`: like a call's, of any number of rows. `static`: the scale of quantize `static`. `fast`: accumulation with fewer bits.
 
     Torch's operators allocate memory at each call.
     """
 
     def __init__(
-        self, world: World | None, kind: str, layout: str, quantize: str | None, x: Tensor, static: Tensor | None
+        self, world: World | None, kind: str, layout: str, quantize: str | None, x: Tensor, static: Tensor | None,
+        *, fast: bool = False,
     ) -> None:  # fmt: skip
-        self.world, self.kind, self.layout, self.quantize = world, kind, layout, quantize
+        self.world, self.kind, self.layout, self.quantize, self.fast = world, kind, layout, quantize, fast
         self.nowhere: Tensor | None = None
         if x.is_cuda and quantize is not None:
             self.nowhere, self.hardware = torch.zeros(2, dtype=torch.int64, device=x.device), detect()
@@ -134,7 +135,7 @@ class PlainScaled:
             (scales,) = of_x
         if self.kind == "all_gather":
             x, scales = self._gathered(x, scales)
-        scaled.library_product(x, scales, weight, weight_scales, self.layout, out)
+        scaled.library_product(x, scales, weight, weight_scales, self.layout, out, fast=self.fast)
 
     def _gathered(self, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         if self.world is None:

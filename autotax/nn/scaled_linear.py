@@ -46,7 +46,7 @@ from autotax.operators import registry
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.all_reduce_norm import AllReduceNorm as Shape
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
-from autotax.operators.scaled import FEW_ROWS, GROUP, SCALES_OF, laid_out, scales_shape
+from autotax.operators.scaled import ACCUMULATE, FEW_ROWS, GROUP, SCALES_OF, laid_out, scales_shape
 
 CODES = torch.float8_e4m3fn
 RESULTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -106,6 +106,7 @@ class ScaledLinear(ScaledNormed):
     - `scales`: of the weight, float32: [1], [1, n], or [ceil(n / 128), ceil(k / 128)] for blocks of 128 x 128.
     - `quantize`: None for an x in e4m3. `row`, `block` or `static` for an x of the type of the result. `row` takes a weight with
       scales of the tensor or of rows, `static` one with a scale of the tensor.
+    - `accumulate`: `exact`, or `fast` where tensor cores may add up all of K with fewer bits, as with torch's `use_fast_accum`.
     - `input_scale`: float32 [1], the scale of x with quantize `static`. `out_dtype`: bf16 or fp16.
     - `backward_weight`: the weight in bf16 [n, k], for the backward. Without it a gradient is refused.
     - `bias`: [n], of the type of the result. `norm`: an AllReduceNorm for `normed`, for a row-parallel layer.
@@ -137,6 +138,7 @@ class ScaledLinear(ScaledNormed):
         max_m: int = 8192,
         *,
         quantize: str | None = None,
+        accumulate: str = "exact",
         input_scale: Tensor | None = None,
         out_dtype: torch.dtype = torch.bfloat16,
         backward_weight: Tensor | None = None,
@@ -157,6 +159,8 @@ class ScaledLinear(ScaledNormed):
             raise UsageError("scales are missing; a weight in e4m3 has scales: give them as scales=")
         if quantize not in (None, *SCALES_OF):
             raise UsageError(f"quantize is {quantize!r}; allowed are None, {', '.join(SCALES_OF)}: give one of these")
+        if accumulate not in ACCUMULATE:
+            raise UsageError(f"accumulate is {accumulate!r}; allowed are {', '.join(ACCUMULATE)}: give one of these")
         if out_dtype not in RESULTS:
             raise UsageError(f"out_dtype is {out_dtype}; allowed are {', '.join(map(str, RESULTS))}: give one of these")
         if (input_scale is None) == (quantize == "static"):
@@ -198,6 +202,7 @@ class ScaledLinear(ScaledNormed):
         self._hold(input_scale=input_scale, backward_weight=backward_weight)
         self._wide_class, self.columns = wide_class, columns
         self.kind, self.layout, self.quantize, self.out_dtype = kind, layout, quantize, out_dtype
+        self.accumulate = accumulate
         self._asked = max_m, conditions, config, sizes
         if not weight.is_meta:
             self.prepare()
@@ -213,7 +218,7 @@ class ScaledLinear(ScaledNormed):
     def problem(self, rows: int) -> Any:
         """The problem of a call with `rows` rows of x on this rank."""
         n, k = self.weight.shape
-        more = "nk", self.layout, RESULTS[self.out_dtype], self.quantize or "none"
+        more = "nk", self.layout, RESULTS[self.out_dtype], self.quantize or "none", "e4m3", self.accumulate
         if self.kind == "all_gather":
             return AllGatherGemm(rows * self.world_size, n, k, "e4m3", "m", self.world_size, *more)
         output = "scattered" if self.kind == "reduce_scatter" else "replicated"
@@ -231,7 +236,8 @@ class ScaledLinear(ScaledNormed):
 
         prepared_for, deployed = self._agreed(problems, conditions)
         like = self.weight.new_empty(0, self.weight.shape[1], dtype=self.out_dtype)
-        self._plain = PlainScaled(self._world, self.kind, self.layout, self.quantize, like, self.input_scale)
+        fast = self.accumulate == "fast"
+        self._plain = PlainScaled(self._world, self.kind, self.layout, self.quantize, like, self.input_scale, fast=fast)
         n, k = self.weight.shape
         vars(self)["_sides"] = n, k
         self._look_up(prepared_for, deployed, config)
@@ -460,7 +466,8 @@ class ScaledLinear(ScaledNormed):
 
     def extra_repr(self) -> str:
         n, k = self.weight.shape
-        return f"{self.kind}, in_features={k}, out_features={n}, scales={self.layout}, quantize={self.quantize}"
+        how = f"scales={self.layout}, quantize={self.quantize}, accumulate={self.accumulate}"
+        return f"{self.kind}, in_features={k}, out_features={n}, {how}"
 
 
 class _Recorded(torch.autograd.Function):
@@ -500,9 +507,9 @@ def made_for(wide_class: Any, kind: str, arguments: tuple[Any, ...], options: di
             )
         return None
     if not coded:
-        if "scales" in options or "quantize" in options:
+        if given := [name for name in ("scales", "quantize", "accumulate") if name in options]:
             kind_of = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
-            raise UsageError(f"scales or quantize are given for a weight of {kind_of}; only {CODES} takes them: leave them out")
+            raise UsageError(f"{given[0]} is given for a weight of {kind_of}; only {CODES} takes it: leave it out")
         return None
     for name, default in ONLY_WIDE.items():
         if options.pop(name, default) not in (default, False if default is None else default):

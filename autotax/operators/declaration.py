@@ -165,6 +165,10 @@ class Operator(Generic[P]):
         """The name of a module with analytical features of a config: `base_us(problem)` and `traits(problem, hardware, config)`.
         The latency model learns from them; None means no such model.
         """
+        self.stricter: Callable[[P], tuple[P, float] | None] = lambda _: None
+        """For a problem that permits more than another: that other one, whose winners serve it too, and the part of their
+        speed-up over BSP that is expected to be left.
+        """
         self.roofline: Named | None = None
         """A function of a problem: rough microseconds of any way to compute it. Look-ups estimate from it how a winner fares at
         other sizes of its bucket; None means equally well.

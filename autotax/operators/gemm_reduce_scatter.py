@@ -155,6 +155,7 @@ def bound(problem: GemmReduceScatter, hardware: Hardware, _: Rates) -> dict[str,
 
 _KERNELS, _SPACES = "autotax.kernels.gemm_reduce_scatter", "autotax.spaces.gemm_reduce_scatter"
 
+operator.stricter = scaled.exact
 operator.roofline = f"{_SPACES}:base_us"
 operator.traits = _SPACES
 

@@ -62,12 +62,13 @@ def with_strips(space: VariantSpace, problem: Any) -> VariantSpace:
     sums of 256 columns (measured). With sums of 512 it would be 0.6 % off before it is rounded (a model of the hardware), beyond
     the limit of 0.5 %. With such scales a group scales the sum of the first 128 columns while the second 128 are multiplied.
 
-    Seeds have the widest strip that their tiles take; those with the widest come first. Of the time of 128 columns 256 took 0.93
-    to 0.97 without such scales (nine problems of two H200), and with them 0.81 and 0.86 (two products of one).
+    With fast accumulation seeds have no strips. Else they have the widest strip that their tiles take; those with the widest come
+    first. Of the time of 128 columns 256 took 0.93 to 0.97 without such scales (nine problems of two H200), with them 0.81 and
+    0.86 (two products of one).
     """
     allowed: tuple[Value, ...] = (GROUP, 2 * GROUP) if problem.k % (2 * GROUP) == 0 else (GROUP,)
     if problem.accumulate == "fast":
-        allowed = (WHOLE,)
+        allowed = (*allowed, WHOLE)
 
     def loads(block_n: int, stages: int, strip: int) -> bool:
         return strip <= GROUP or stages >= (STRIP_STAGES if block_n <= MOST_TOGETHER else WIDE_STRIP_STAGES)

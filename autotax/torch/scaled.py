@@ -2,7 +2,8 @@
 
 `quantised_matmul` has no counterpart in torch: it is the parallel layer of a serving engine, with an FP8 weight and wide inputs.
 A call keeps torch's own operator where it has a bias in front of the collective, a scale of the result, gathers or scatters
-another dimension than the first, or has scales of blocks. Fast accumulation is a permission: kernels here do not use it.
+another dimension than the first, or has scales of blocks. Fast accumulation is a permission: it makes a problem of its own, for
+which a winner with exact sums may answer too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from autotax.kernels.all_gather_gemm.gathered import gathered_codes, keeps_codes
 from autotax.nn.fallback import all_gather, reduce_scatter
 from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
-from autotax.operators.scaled import SCALES_OF, laid_out, library_product, quantised, scales_of, scales_shape
+from autotax.operators.scaled import ACCUMULATE, SCALES_OF, laid_out, library_product, quantised, scales_of, scales_shape
 from autotax.torch.plans import Call, NotTaken, plan_of
 from autotax.torch.symm_mem import REFUSED_BY_TORCH, aligned, layout_of, ready
 
@@ -94,7 +95,7 @@ class ScaledGatherCall(Call):
     @classmethod
     def of(
         cls, a: Tensor, bs: Sequence[Tensor], scale_a: Tensor, scales_b: Sequence[Tensor], gather_dim: int, ranks: int,
-        more: Sequence[tuple[torch.dtype | None, object, object]],
+        more: Sequence[tuple[torch.dtype | None, object, object]], *, fast: bool = False,
     ) -> ScaledGatherCall:  # fmt: skip
         if gather_dim or not bs:
             raise NotTaken("another dimension than the first is gathered")
@@ -107,7 +108,7 @@ class ScaledGatherCall(Call):
         n, k = bs[first].shape[1], a.shape[-1]
         if any(b.shape[0] != k for b in bs):
             raise NotTaken(REFUSED_BY_TORCH)
-        fields = layouts.pop(), names[first], "none", OPERANDS[a.dtype]
+        fields = layouts.pop(), names[first], "none", OPERANDS[a.dtype], ACCUMULATE[fast]
         problem = AllGatherGemm(rows * ranks, n, k, "e4m3", "m", ranks, "nk", *fields)
         return cls(problem, first, tuple(dtype for dtype, *_ in more if dtype))
 
@@ -133,7 +134,7 @@ class ScaledGatherCall(Call):
         whole = codes.clone()
         for index, b in enumerate(bs):
             if index != self.first:
-                library_product(whole, whole_scales, b.t(), of_b[index], layout, outs[index])
+                library_product(whole, whole_scales, b.t(), of_b[index], layout, outs[index], fast=problem.accumulate == "fast")
         lead = (a.shape[0] * problem.world_size, *a.shape[1:-1])
         return whole.view(*lead, problem.k), [out.view(*lead, out.shape[1]) for out in outs]
 
@@ -148,14 +149,14 @@ class ScaledScatterCall(Call):
     @classmethod
     def of(
         cls, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, reduce_op: str, dims: tuple[int, int], ranks: int,
-        more: tuple[torch.dtype | None, object, object],
+        more: tuple[torch.dtype | None, object, object], *, fast: bool = False,
     ) -> ScaledScatterCall:  # fmt: skip
         name = _require(a, b, scale_b, *more)
         rows = math.prod(a.shape[:-1])
         if dims != (0, 0) or reduce_op not in ("sum", "avg") or rows % ranks or a.shape[-1] != b.shape[0]:
             raise NotTaken("another dimension than the first is scattered, or ranks do not divide it")
         layout = _layout(scale_a, scale_b, rows, rows)
-        fields = layout, name, "none", OPERANDS[a.dtype]
+        fields = layout, name, "none", OPERANDS[a.dtype], ACCUMULATE[fast]
         problem = GemmReduceScatter(rows, b.shape[1], b.shape[0], "e4m3", "scattered", ranks, "nk", *fields)
         return cls(problem, reduce_op == "avg")
 
@@ -218,9 +219,10 @@ def all_gather_scaled_matmul(
     more = list(zip(dtypes, biases, result_scales, strict=True))
     odd = any(tensor is not None for tensor in (*biases, *result_scales))
     of_b = [(B.shape, B.stride(), B.dtype, scale.numel(), scale.dtype) for B, scale in zip(Bs, B_scales, strict=True)]
-    key = (GATHER_SCALED, A.shape, A.dtype, gather_dim, A_scale.numel(), A_scale.dtype, *of_b, *dtypes, odd)
+    fast = all(use_fast_accum)
+    key = (GATHER_SCALED, A.shape, A.dtype, gather_dim, A_scale.numel(), A_scale.dtype, *of_b, *dtypes, odd, fast)
     plan = plan_of(
-        key, group_name, A.device, lambda ranks: ScaledGatherCall.of(A, Bs, A_scale, B_scales, gather_dim, ranks, more)
+        key, group_name, A.device, lambda ranks: ScaledGatherCall.of(A, Bs, A_scale, B_scales, gather_dim, ranks, more, fast=fast)
     )
     if not plan.counted():
         return _torchs_gather(A, Bs, A_scale, B_scales, gather_dim, group_name, biases, result_scales, dtypes, use_fast_accum)
@@ -237,10 +239,12 @@ def scaled_matmul_reduce_scatter(
     more = dtype, bias, result_scale
     odd = bias is not None or result_scale is not None
     of_scales = A_scale.numel(), A_scale.dtype, B_scale.numel(), B_scale.dtype
-    key = (SCATTER_SCALED, A.shape, A.dtype, dims, reduce_op, B.shape, B.stride(), *of_scales, dtype, odd)
-    plan = plan_of(
-        key, group_name, A.device, lambda ranks: ScaledScatterCall.of(A, B, A_scale, B_scale, reduce_op, dims, ranks, more)
-    )
+    key = (SCATTER_SCALED, A.shape, A.dtype, dims, reduce_op, B.shape, B.stride(), *of_scales, dtype, odd, use_fast_accum)
+
+    def read(ranks: int) -> ScaledScatterCall:
+        return ScaledScatterCall.of(A, B, A_scale, B_scale, reduce_op, dims, ranks, more, fast=use_fast_accum)
+
+    plan = plan_of(key, group_name, A.device, read)
     if not plan.counted():
         rest = group_name, output_shape, bias, result_scale, dtype, use_fast_accum
         return _torchs_scatter(A, B, A_scale, B_scale, reduce_op, dims, *rest)

@@ -87,6 +87,23 @@ def test_padding_that_eats_the_speedup_is_left_to_bsp() -> None:
         assert (match == "nearest") != ("is expected to be 0.95x as fast as BSP here" in found.reason)
 
 
+def test_exact_sums_take_the_place_of_fast_ones_where_they_stay_faster_than_bsp() -> None:
+    """BSP with fast sums takes 0.9 of the time of BSP with exact ones, at least."""
+    exact = AllGatherGemm(2048, 25600, 5120, "e4m3", "m", 2, scales="row")
+    fast, smaller = replace(exact, accumulate="fast"), replace(exact, m=1664, accumulate="fast")
+    ours, theirs = (space_for(problem, H200).default("scaled_specialized") for problem in (exact, fast))
+    for speedup, match in ((1.07, "fallback"), (1.1, "nearest")):
+        known = winner(exact, ours, speedup)
+        found = answer(fast, HERE, [Source(Index([known]))], allow_stale=False)
+        assert found.match == match
+        assert (match == "nearest") != ("is expected to be 0.96x as fast as BSP here" in found.reason)
+    assert (found, found.from_problem) == (ours, exact.key) and f"that of a stricter problem, {exact.key}" in found.reason
+    assert answer(smaller, HERE, [Source(Index([winner(exact, ours, 1.5)]))], allow_stale=False).from_problem == exact.key
+    sources = [Source(Index([known])), Source(Index([winner(fast, theirs, 1.02)]))]
+    assert answer(fast, HERE, sources, allow_stale=False).from_problem == fast.key, "a winner of the problem itself comes first"
+    assert answer(exact, HERE, sources[1:], allow_stale=False).match == "fallback", "fast sums serve no exact problem"
+
+
 @pytest.mark.parametrize("m", [*range(64, 257, 32), 511, 3000])
 @pytest.mark.parametrize("problem", GEMMS[1:], ids=lambda problem: problem.brief())
 def test_the_first_trials_try_several_seeds_of_every_variant(problem: Problem, m: int) -> None:

@@ -14,6 +14,7 @@ from autotax.hardware import detect
 from autotax.heap import World
 from autotax.kernels.all_gather_gemm.gathered import gathered_codes
 from autotax.operators.problems import AllGatherGemm, FlashDecode, GatherAttention, GemmReduceScatter
+from autotax.operators.scaled import ACCUMULATE
 from autotax.operators.verification import TOLERANCE, make_inputs
 from autotax.runner.precompile import CompileAhead
 from autotax.runner.ranks import Ranks
@@ -189,12 +190,14 @@ def test_few_rows_by_words_never_err(ranks: Ranks, rows: int, block_m: int, bloc
         ("block", 128, (128, 128, 5, 256)),
         ("block", 192, (64, 128, 4, 256)),
         ("tensor", 192, (64, 112, 4, 256)),
+        ("row", 256, (128, 256, 4, 0)),
+        ("tensor", 64, (128, 160, 4, 0)),
     ],
 )
 def test_warps_with_roles_that_multiply_codes_never_err(
     ranks: Ranks, scales: str, rows: int, tile: tuple[int, int, int, int]
 ) -> None:
-    problem = AllGatherGemm(rows * WORLD, 784, 1280, "e4m3", "m", WORLD, scales=scales)
+    problem = AllGatherGemm(rows * WORLD, 784, 1280, "e4m3", "m", WORLD, scales=scales, accumulate=ACCUMULATE[tile[-1] == 0])
     sides: dict[str, Value] = dict(zip(("block_m", "block_n", "num_stages", "strip"), tile, strict=True))
     run(ranks, problem, default_with(problem, "scaled_specialized", k_groups=2, **sides))
 
@@ -228,6 +231,12 @@ def test_warps_with_roles_that_send_sums_of_codes_never_err(
         pytest.skip("two products in flight leave no registers to warps that add")
     problem = GemmReduceScatter(301, 784, k, "e4m3", "scattered", WORLD, scales=scales)
     run(ranks, problem, default_with(problem, "scaled_specialized", **sides_of(tile), adds=adds))
+
+
+@pytest.mark.parametrize("tile", [(64, 128, 5), (64, 256, 4), (128, 128, 4), (128, 256, 4)])
+def test_warps_with_roles_that_send_fast_sums_never_err(ranks: Ranks, tile: tuple[int, int, int]) -> None:
+    problem = GemmReduceScatter(301, 784, 1280, "e4m3", "scattered", WORLD, scales="row", accumulate="fast")
+    run(ranks, problem, default_with(problem, "scaled_specialized", **sides_of(tile), strip=0))
 
 
 @pytest.mark.parametrize("output", ["replicated", "scattered"])

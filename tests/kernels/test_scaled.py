@@ -223,6 +223,10 @@ def test_deep_gemm_is_an_alternative_where_it_is_installed(name: str, monkeypatc
         ),
         ({"weight": "kn"}, "weight is 'kn' with dtype e4m3; allowed is nk: store B as [n, k]"),
         ({"quantize": "block"}, "scales is 'row' with quantize block; allowed is block: give --scales block"),
+        (
+            {"accumulate": "fast", "scales": "block"},
+            "accumulate is 'fast' with scales block; allowed is exact, since sums end with every block: leave --accumulate out",
+        ),
     ],
 )
 def test_refusals(operator: Any, change: dict[str, Any], said: str) -> None:

@@ -84,15 +84,16 @@ def test_the_warps_compute_the_sum(tile: tuple[int, int], world: int, stages: in
 @pytest.mark.parametrize(
     ("tile", "strips", "epilogue"),
     [
-        ((64, 128), 1, False), ((64, 128), 2, True),
+        ((64, 128), 1, False), ((64, 128), 2, True), ((64, 256), 0, True),
         *volume(((64, 256), 1, False), ((128, 128), 2, False), ((128, 128), 1, True), ((128, 256), 2, True)),
+        *volume(((128, 128), 0, False)),
     ],
     ids=str,
 )  # fmt: skip
 def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int], strips: int, epilogue: bool) -> None:
-    """Two ranks, sizes that no tile divides, rows of padding; words of A and B are pairs of codes."""
-    (high, across), world, sizes, n, k, stages = tile, 2, [299, 5, 299], 272, 384 if strips == 1 else 512, 1 + strips
-    if scales == "block" and across != 128:
+    """Two ranks, sizes that no tile divides, rows of padding; words of A and B are pairs of codes. Zero strips are fast sums."""
+    (high, across), world, sizes, n, k, stages = tile, 2, [299, 5, 299], 272, 384 if strips == 1 else 512, max(2, 1 + strips)
+    if scales == "block" and (across != 128 or not strips):
         pytest.skip("a strip of a tile has one scale of B")
     wide, room = min(128, across), ceil_div(sizes[0], world)
     draw = torch.Generator().manual_seed(n)
@@ -138,7 +139,7 @@ def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int], 
 
 
 @pytest.mark.parametrize("scales", ["row", *volume("block", "tensor")])
-@pytest.mark.parametrize(("depth", "strips"), [(2, 1), (1, 2), *volume((2, 2))])
+@pytest.mark.parametrize(("depth", "strips"), [(2, 1), (1, 2), (1, 0), *volume((2, 2))])
 @pytest.mark.parametrize(
     ("x_is_b", "groups", "parts"),
     [(False, 2, (32, 16, 0)), (True, 1, (16, 0, 0)), (False, 1, (64, 0, 0)), (False, 1, (128, 128, 0))],
@@ -147,12 +148,12 @@ def test_groups_multiply_codes_of_all_shards(
     scales: str, x_is_b: bool, groups: int, parts: tuple[int, int, int], depth: int, strips: int
 ) -> None:
     """Rank 1 of two, whose own scales lie elsewhere than its peer's. Shards have rows of padding. Two strips share a buffer, or
-    are added up by tensor cores. Tiles of 256 columns are multiplied part by part, and stored in halves of parts.
+    are added up by tensor cores, or all of K. Tiles of 256 columns are multiplied part by part, and stored in halves of parts.
     """
     world, rank, rows, shard, n, k, stages = 2, 1, 64, 59, 176, 512, 3
     if sum(parts) == 256 and depth > 1:
         pytest.skip("no such kernel has two strips in a buffer")
-    if scales == "block" and strips > 1:
+    if scales == "block" and strips != 1:
         pytest.skip("strips have scales of their own")
     if scales == "block" and sum(parts) not in (16, 64):
         pytest.skip("such a tile lies in several blocks of B")

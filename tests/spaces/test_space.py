@@ -145,6 +145,9 @@ def test_groups_multiply_strips_as_wide_as_k_and_registers_allow(scales: str, k:
     ):
         space = space_for(problem, H200).variants["scaled_specialized"]
         assert space.parameters["strip"] == strips and {seed["strip"] for seed in space.seeds[:3]} == {strips[-1]}
+        if scales != "block":
+            fast = space_for(replace(problem, accumulate="fast"), H200).variants["scaled_specialized"]  # type: ignore[type-var]
+            assert fast.parameters["strip"] == (*strips, 0) and {seed["strip"] for seed in fast.seeds} == {0}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,29 @@ def test_gradients_in_e5m2(ranks: Ranks, tmp_path: Path, call: Any, problem: Any
     for told, errors in ranks.run(call, db, problem.scales, E5M2):
         assert (told.left, told.taken > 0) == (0, True), str(told)
         assert max(errors) < LIMIT
+
+
+def fast_and_exact(_: World, db: str) -> dict[str, int]:
+    """How often each config runs a gather whose caller permits fast accumulation for all Bs, for one of two, and for none."""
+    autotax.torch.install(db)
+    a, of_a = codes(M // WORLD, K, 1), scales(M // WORLD, 1, seed=9)
+    b, of_b = codes(N, K, 2).t(), scales(1, N, seed=3)
+    for fast in ([True, True], [True, False], [False, False]):
+        OPS.fused_all_gather_scaled_matmul(a, [b, b], of_a, [of_b] * 2, 0, group(), *[[None] * 2] * 2, [torch.bfloat16] * 2, fast)
+    ran = Counter[str]()
+    for call in ended().calls:
+        ran[call.runs] += call.calls
+    return ran
+
+
+def test_fast_accumulation_is_a_problem_of_its_own(ranks: Ranks, tmp_path: Path) -> None:
+    exact = AllGatherGemm(M, N, K, "e4m3", "m", WORLD, scales="row")
+    of_exact, of_fast = usual(exact, "scaled_decomposed"), usual(exact, "scaled_packets")
+    both = {exact: of_exact, replace(exact, accumulate="fast"): of_fast}
+    for ran in ranks.run(fast_and_exact, database(tmp_path / "both.db", both)):
+        assert ran == {str(of_fast): 1, str(of_exact): 2}
+    for ran in ranks.run(fast_and_exact, database(tmp_path / "exact.db", {exact: of_exact})):
+        assert ran == {str(of_exact): 3}
 
 
 @pytest.mark.parametrize("call", [gathers, scatters])
