@@ -188,7 +188,7 @@ def test_few_rows_by_words_never_err(ranks: Ranks, rows: int, block_m: int, bloc
         ("row", 128, (128, 128, 3, 128)),
         ("block", 128, (128, 128, 5, 128)),
         ("block", 128, (128, 128, 5, 256)),
-        ("block", 192, (64, 128, 4, 256)),
+        ("block", 192, (64, 64, 4, 256)),
         ("tensor", 192, (64, 112, 4, 256)),
         ("row", 256, (128, 256, 4, 0)),
         ("tensor", 64, (128, 160, 4, 0)),
