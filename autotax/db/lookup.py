@@ -377,7 +377,7 @@ def _prove(problem: Problem, here: Place, db: str | Path | None, prove: bool | f
     from autotax.db import reproof
 
     bound = reproof.bound_of(prove)
-    if bound and (proof := reproof.prove([problem], here, db, bound)):
+    if bound and (proof := reproof.prove(reproof.serving([problem]), here, db, bound)):
         if note := reproof.listed(proof.unproven):
             warnings.warn(note, RuntimeWarning, stacklevel=3)
         reload()

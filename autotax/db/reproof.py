@@ -28,7 +28,7 @@ from autotax.db.records import Place, RunRecord, same_devices
 from autotax.db.shipped import forget_sources, sources
 from autotax.db.store import Store
 from autotax.db.url import resolve_url
-from autotax.operators import loaded
+from autotax.operators import loaded, registry
 
 VARIABLE = "AUTOTAX_PROVE_S"
 EACH_S = 10.0
@@ -82,6 +82,14 @@ def _positive(value: object) -> float | None:
 
 
 # Stale winners, and proofs that failed.
+
+
+def serving(problems: Iterable[Problem]) -> Iterator[Problem]:
+    """The problems, and those stricter ones whose winners may serve them."""
+    for problem in problems:
+        yield problem
+        if stricter := registry.of(problem).stricter(problem):
+            yield stricter[0]
 
 
 def stale(problems: Iterable[Problem], here: Place, db: str | Path | None) -> tuple[dict[Problem, str], dict[Problem, str]]:

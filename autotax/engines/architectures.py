@@ -22,7 +22,7 @@ from autotax.core.errors import UsageError, did_you_mean
 from autotax.core.files import as_utf8, read_once
 from autotax.core.problem import Problem
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
-from autotax.operators.scaled import SCALES_OF, quants_of_norms
+from autotax.operators.scaled import SCALES_OF, accumulate_of, quants_of_norms
 from autotax.spaces.all_reduce_norm import MOST_MULTIPLIED
 
 LARGEST_FILE = 2**24
@@ -128,6 +128,7 @@ class Architecture:
         """The same product with weights in e4m3 where the model has them. Sizes that e4m3 does not support keep their type."""
         result = problem.dtype if problem.dtype in ("bf16", "fp16") else "bf16"
         more = {"scales": SCALES_OF.get(self.quantize, ""), "quantize": self.quantize, "result": result}
+        more["accumulate"] = accumulate_of(self.quantize)
         try:
             return replace(problem, dtype="e4m3", **more) if self.quantize else problem  # type: ignore[call-arg]
         except UsageError:

@@ -24,6 +24,7 @@ from autotax.db.shipped import sources
 from autotax.hardware import Hardware, detect
 from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, GemmReduceScatter
+from autotax.operators.scaled import accumulate_of
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,7 @@ def token_ranges(
     "gathered" for a column-parallel layer that gathers its rows.
     `scales`, `result` and `quantize` are those of a weight in e4m3. There are none for sizes that kernels do not take.
     """
-    more = ranks, "nk", scales, result, quantize
+    more = ranks, "nk", scales, result, quantize, "e4m3", accumulate_of(quantize)
 
     def problem_of(tokens: int) -> Problem:
         if output == "gathered":

@@ -173,7 +173,7 @@ def prove_first(
 
     if prove is False or capturing(world.device):
         return ""
-    here = Place(hardware, environment(hardware.backend), conditions)
+    here, problems = Place(hardware, environment(hardware.backend), conditions), list(reproof.serving(problems))
 
     def mine() -> tuple[reproof.Bound | None, bool, str]:
         bound = reproof.bound_of(prove)

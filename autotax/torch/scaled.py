@@ -24,7 +24,16 @@ from autotax.kernels.all_gather_gemm.gathered import gathered_codes, keeps_codes
 from autotax.nn.fallback import all_gather, reduce_scatter
 from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
-from autotax.operators.scaled import ACCUMULATE, SCALES_OF, laid_out, library_product, quantised, scales_of, scales_shape
+from autotax.operators.scaled import (
+    ACCUMULATE,
+    SCALES_OF,
+    accumulate_of,
+    laid_out,
+    library_product,
+    quantised,
+    scales_of,
+    scales_shape,
+)
 from autotax.torch.plans import Call, NotTaken, plan_of
 from autotax.torch.symm_mem import REFUSED_BY_TORCH, aligned, layout_of, ready
 
@@ -187,7 +196,8 @@ class QuantisedCall(Call):
             raise NotTaken(f"A is {a.dtype} {list(a.shape)}; kernels quantise {', '.join(map(str, RESULTS))}")
         if collective == REDUCE_SCATTER and a.shape[0] % ranks:
             raise NotTaken("the ranks do not divide the rows")
-        rows, (n, k), more = math.prod(a.shape[:-1]), b.shape, ("nk", SCALES_OF[quantize], RESULTS[a.dtype], quantize)
+        rows, (n, k) = math.prod(a.shape[:-1]), b.shape
+        more = "nk", SCALES_OF[quantize], RESULTS[a.dtype], quantize, "e4m3", accumulate_of(quantize)
         try:
             if collective == ALL_GATHER:
                 return cls(AllGatherGemm(rows * ranks, n, k, "e4m3", "m", ranks, *more))

@@ -16,6 +16,7 @@ from autotax.db import shipped
 from autotax.db.index import Index, IndexedWinner, bucket, bucket_key, family_key
 from autotax.db.lookup import LEAST_EXPECTED, Answer, answer
 from autotax.db.records import Place, WinnerRecord, same_kernel
+from autotax.db.reproof import serving
 from autotax.db.shipped import Source
 from autotax.operators import of
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
@@ -88,7 +89,7 @@ def test_padding_that_eats_the_speedup_is_left_to_bsp() -> None:
 
 
 def test_exact_sums_take_the_place_of_fast_ones_where_they_stay_faster_than_bsp() -> None:
-    """BSP with fast sums takes 0.9 of the time of BSP with exact ones, at least."""
+    """BSP with fast sums takes 0.9 of the time of BSP with exact ones, at least; for few rows exact products are the fastest."""
     exact = AllGatherGemm(2048, 25600, 5120, "e4m3", "m", 2, scales="row")
     fast, smaller = replace(exact, accumulate="fast"), replace(exact, m=1664, accumulate="fast")
     ours, theirs = (space_for(problem, H200).default("scaled_specialized") for problem in (exact, fast))
@@ -102,6 +103,10 @@ def test_exact_sums_take_the_place_of_fast_ones_where_they_stay_faster_than_bsp(
     sources = [Source(Index([known])), Source(Index([winner(fast, theirs, 1.02)]))]
     assert answer(fast, HERE, sources, allow_stale=False).from_problem == fast.key, "a winner of the problem itself comes first"
     assert answer(exact, HERE, sources[1:], allow_stale=False).match == "fallback", "fast sums serve no exact problem"
+    few = replace(exact, m=16)
+    known = winner(few, space_for(few, H200).default("scaled_push_words"), 1.0)
+    assert answer(replace(few, accumulate="fast"), HERE, [Source(Index([known]))], allow_stale=False).from_problem == few.key
+    assert list(serving([fast, exact])) == [fast, exact, exact], "a stale winner of exact sums is proven again for fast ones"
 
 
 @pytest.mark.parametrize("m", [*range(64, 257, 32), 511, 3000])

@@ -466,4 +466,6 @@ def test_a_model_of_fp8_weights_has_problems_of_fp8(stated: object, scales: str,
         told = problem.to_dict()
         assert (told.get("scales", ""), told.get("quantize", "")) == (scales, quantize)
         assert told["dtype"] == ("e4m3" if scales else "bf16")
+        behind_norm = problem.op == "all-reduce-norm"
+        assert (told.get("accumulate") == "fast") == (quantize in ("row", "static") and not behind_norm)
     assert {problem.dtype for problem in architecture.problems([64], dtype="fp16")} == {"fp16"}
