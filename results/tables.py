@@ -47,6 +47,7 @@ SHAPES = (
     "shapes/decode-merge.toml",
     "h100x2/all-reduce-norm/shapes.toml",
     "shapes/fp8.toml",
+    "shapes/fp8-fast.toml",
     "h200x2/gather-attention/shapes.toml",
 )
 """Sizes are those of one rank, for any number of ranks."""

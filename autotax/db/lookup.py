@@ -63,9 +63,10 @@ def answer(problem: Problem, here: Place, sources: Sequence[Source], *, allow_st
     for source in sources:
         if answered := _between(problem, here, source, refused):
             return answered
-    for source in sources:
-        if answered := _stricter(problem, here, source, refused):
-            return answered
+    if stricter := registry.of(problem).stricter(problem):
+        for source in sources:
+            if answered := _stricter(problem, *stricter, here, source, refused):
+                return answered
     if allow_stale:
         for source in sources:
             if answered := _stale(problem, here, source, refused):
@@ -148,11 +149,8 @@ def _nearest(problem: Problem, here: Place, source: Source, refused: list[str]) 
     return None
 
 
-def _stricter(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
-    """The nearest winner of a stricter problem in the same bucket: exact sums may take the place of fast ones."""
-    if (stricter := registry.of(problem).stricter(problem)) is None:
-        return None
-    like, left = stricter
+def _stricter(problem: Problem, like: Problem, left: float, here: Place, source: Source, refused: list[str]) -> Answer | None:
+    """The nearest winner in the bucket of a stricter problem, of whose speed-up a part is `left`: see Operator.stricter."""
     for winner in _by_distance(like, _current(source.index.of_bucket(like.key), here)):
         share = left * _kept_share(like, _sizes(winner.problem_key, like), winner.config)
         if _expected_to_help(problem, here, winner, share, f"the winner of {winner.problem_key}", refused):

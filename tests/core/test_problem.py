@@ -75,11 +75,11 @@ def test_a_size_is_a_whole_number_above_zero(values: dict[str, Any], size: objec
         (
             GEMM | {"batch": 3, "bm": 1},
             "all-gather-gemm has no batch, bm; it takes m, n, k, dtype, shard, world_size, weight, scales, result, quantize, "
-            "operand: take the others out",
+            "operand, accumulate: take the others out",
         ),
         (
             {"op": "all-gather-gemm", "m": 3},
-            "all-gather-gemm takes m, n, k, dtype, shard, world_size, weight, scales, result, quantize, operand; "
+            "all-gather-gemm takes m, n, k, dtype, shard, world_size, weight, scales, result, quantize, operand, accumulate; "
             "missing 2 required positional arguments: 'n' and 'k': give them all",
         ),
     ],
