@@ -29,8 +29,9 @@ import msgspec
 from platformdirs import user_cache_path
 
 from autotax.core.config import Config, Value
+from autotax.core.decoding import Integer, Name, from_json
 from autotax.core.errors import UsageError
-from autotax.core.files import Integer, Name, from_json, write_whole
+from autotax.core.files import write_whole
 from autotax.core.problem import Problem, dtype, ranks
 from autotax.operators import registry
 from autotax.operators.declaration import Operator

@@ -14,13 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
 
-import msgspec
-
-from autotax.core.config import Config
+from autotax.core.decoding import Malformed, reason
 from autotax.core.errors import MachineError, UsageError
-from autotax.core.terminal import printable
 
 _ELSEWHERE = "give another path"
 _MACHINE = {
@@ -132,12 +128,6 @@ def a_home() -> Iterator[None]:
         yield
 
 
-T = TypeVar("T")
-
-LARGEST = 1e15
-"""Bound for microseconds (some thirty years), and for ratios of two latencies."""
-LONGEST_NAME = 200
-"""Most characters of the name of a parameter, a digest or a user."""
 XZ = b"\xfd7zXZ\0"
 """The first bytes of a file that xz made."""
 XZ_MEMORY = 2**28
@@ -146,48 +136,6 @@ LARGEST_FILE = 2**30
 """Bytes of a file, after decompression."""
 MOST_STREAMS = 100
 """Streams of xz in a file: `cat a.xz b.xz` makes two."""
-
-PLAIN = r"\A[^\x00-\x1f\x7f-\x9f\ud800-\udfff]*\Z"
-"""No control characters, because terminals execute them, and nothing that is not UTF-8."""
-Name = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME, pattern=PLAIN)]
-Positive = Annotated[float, msgspec.Meta(gt=0.0, lt=LARGEST)]
-Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-Small = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-Sample = Annotated[float, msgspec.Meta(gt=-LARGEST, lt=LARGEST)]
-"""Microseconds. A sample in place is a difference and may be negative."""
-SampleLists = list[list[Sample]]
-
-
-class Malformed(Exception):
-    """A value is invalid; the message says why in a few words."""
-
-
-class ConfigShape(msgspec.Struct, forbid_unknown_fields=True):
-    """A Config as a file or a row holds it."""
-
-    variant: Annotated[str, msgspec.Meta(max_length=64, pattern=PLAIN)]
-    params: dict[Name, Integer | Name]
-
-    @property
-    def config(self) -> Config:
-        return Config.of(self.variant, self.params)
-
-
-def from_json(text: str | bytes, shape: type[T]) -> T:
-    """A JSON text as a value of this type. Raises Malformed."""
-    try:
-        return msgspec.json.decode(text, type=shape)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise Malformed(reason(error)) from None
-
-
-def converted(values: object, shape: Any, *, attributes: bool = False) -> Any:
-    """Converts plain values, or with `attributes` the attributes of an object, to this type. Raises Malformed."""
-    try:
-        return msgspec.convert(values, shape, from_attributes=attributes)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise Malformed(reason(error)) from None
-
 
 def read_bytes(path: Path) -> bytes:
     """The text of a file in UTF-8, which may be compressed by gzip or xz. Raises OSError or Malformed."""
@@ -231,10 +179,3 @@ def _unpacked(data: bytes) -> bytes:
         if not data.startswith(XZ):
             raise Malformed("it is compressed, but something else follows")
     raise Malformed(f"it is compressed in more than {MOST_STREAMS} streams")
-
-
-def reason(error: Exception) -> str:
-    """The error message for people: on one line, without control characters."""
-    message = " ".join(printable(str(error)).replace("`", "").split())
-    first = message[:1] if message[1:2].isupper() else message[:1].lower()  # as JSON
-    return "it is nested too deep" if isinstance(error, RecursionError) else first + message[1:300]

@@ -15,8 +15,8 @@ import sqlalchemy
 from sqlalchemy import Connection, Engine, QueuePool, StaticPool, case, create_engine, delete, event, insert, select, update
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
+from autotax.core.decoding import Malformed
 from autotax.core.errors import MachineError, UsageError
-from autotax.core.files import Malformed
 from autotax.db.schema import CURRENT, PREFIX, SCHEMA_VERSION, Base, Meta, TrialRow, WinnerRow
 from autotax.db.url import VARIABLE, shown, sqlite_path, without_secrets
 

@@ -20,8 +20,7 @@ from sqlalchemy import BigInteger, String, Text, cast, select, type_coerce
 from sqlalchemy.orm import Session
 
 from autotax.core.conditions import LONGEST_SKEW_US, MODES, Conditions
-from autotax.core.errors import UsageError
-from autotax.core.files import (
+from autotax.core.decoding import (
     LARGEST,
     LONGEST_NAME,
     PLAIN,
@@ -35,9 +34,9 @@ from autotax.core.files import (
     Small,
     converted,
     from_json,
-    read_bytes,
-    write_whole,
 )
+from autotax.core.errors import UsageError
+from autotax.core.files import read_bytes, write_whole
 from autotax.core.problem import Problem
 from autotax.core.settings import RUN_STATUSES, TRIAL_STATUSES
 from autotax.db.index import IndexedWinner

@@ -21,7 +21,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
-from autotax.core.files import Malformed, reason
+from autotax.core.decoding import Malformed, reason
 from autotax.core.settings import RUN_STATUSES, TRIAL_STATUSES
 from autotax.db.records import Samples
 

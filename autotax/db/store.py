@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session, contains_eager, defer
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.core.files import ConfigShape, Malformed, Name
+from autotax.core.decoding import ConfigShape, Malformed, Name
 from autotax.core.problem import Problem
 from autotax.core.settings import ENDINGS
 from autotax.db import formats

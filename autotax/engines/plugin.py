@@ -32,8 +32,9 @@ from typing import Any
 import msgspec
 from platformdirs import user_cache_path
 
+from autotax.core.decoding import Malformed, from_json
 from autotax.core.errors import UsageError
-from autotax.core.files import Malformed, from_json, read_bytes, write_whole
+from autotax.core.files import read_bytes, write_whole
 from autotax.core.settings import OFF
 
 log = logging.getLogger("autotax")

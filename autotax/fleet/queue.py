@@ -40,8 +40,8 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from autotax.core.decoding import Malformed, Name, Positive, converted, reason
 from autotax.core.errors import MachineError, UsageError
-from autotax.core.files import Malformed, Name, Positive, converted, reason
 from autotax.core.settings import Settings
 from autotax.db import formats
 from autotax.db.connection import opening

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autotax.core.decoding import readable
 from autotax.core.errors import MachineError, UsageError
 
 # Where the ranks of one host meet: a store in a memory file without a name, which only processes of the same user can open. A
@@ -248,7 +249,7 @@ def _decoded(rank: int, data: bytes, kind: Any) -> Any:
         raise MachineError(f"what rank {rank} tells the others is no {_name(kind)} ({error})") from None
 
 
-_decoder = cache(msgspec.msgpack.Decoder)
+_decoder = cache(lambda kind: msgspec.msgpack.Decoder(readable(kind)))
 
 
 def _name(kind: Any) -> str:

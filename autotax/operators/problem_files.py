@@ -6,8 +6,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from autotax.core.decoding import LONGEST_NAME, Malformed, Name, converted, reason
 from autotax.core.errors import UsageError
-from autotax.core.files import LONGEST_NAME, Malformed, Name, as_utf8, converted, read_once, reason
+from autotax.core.files import as_utf8, read_once
 from autotax.core.problem import Problem
 from autotax.core.terminal import printable
 from autotax.operators.registry import operators, problem_from_dict

@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 
 from autotax.core.conditions import Conditions
+from autotax.core.decoding import ConfigShape, Malformed, Name, Positive, Sample, converted, from_json
 from autotax.core.errors import UsageError
-from autotax.core.files import ConfigShape, Malformed, Name, Positive, Sample, converted, from_json, read_bytes
+from autotax.core.files import read_bytes
 from autotax.db.formats import ConditionsShape, HardwareShape
 from autotax.operators import Operator, registry
 from autotax.operators.problem_files import problem_of

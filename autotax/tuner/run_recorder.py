@@ -24,8 +24,8 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
+from autotax.core.decoding import reason
 from autotax.core.errors import MachineError, UsageError
-from autotax.core.files import reason
 from autotax.core.problem import Problem
 from autotax.core.settings import ENDINGS, Settings
 from autotax.db import DatabaseBusy, Store, TrialRecord, WinnerRecord, failing

@@ -19,8 +19,9 @@ import msgspec
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
+from autotax.core.decoding import LONGEST_NAME, Malformed, Sample, converted, from_json
 from autotax.core.errors import UsageError, summary
-from autotax.core.files import LONGEST_NAME, Malformed, Sample, converted, from_json, read_bytes, write_whole
+from autotax.core.files import read_bytes, write_whole
 from autotax.core.problem import Problem
 from autotax.core.settings import INVALIDITY
 from autotax.db.formats import EnvironmentShape, HardwareShape
