@@ -34,6 +34,7 @@ from autotax.core.decoding import (
     Small,
     converted,
     from_json,
+    reason,
 )
 from autotax.core.errors import UsageError
 from autotax.core.files import read_bytes, write_whole
@@ -223,7 +224,7 @@ def _entry(path: Path, number: int, text: msgspec.Raw) -> Entry:
     try:
         return entry_from_json(text)
     except (Malformed, UsageError) as error:
-        _refuse(path, f"is malformed at winner {number}: {error}")
+        _refuse(path, f"is malformed at winner {number}: {reason(error)}")
 
 
 def _refuse(path: Path, what: str, remedy: str = "") -> NoReturn:

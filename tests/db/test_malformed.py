@@ -111,6 +111,23 @@ def test_a_winners_file(tmp_path: Path, amount: int) -> None:
     assert refused > amount / 4
 
 
+def test_a_text_that_is_too_long_is_refused_in_a_short_line(tmp_path: Path) -> None:
+    """In whatever field of a winner: a message does not repeat thousands of characters."""
+    file = tmp_path / "winners.json"
+    formats.write(file, [an_entry()])
+    (good,) = json.loads(file.read_text())["winners"]
+    inner = [(name, key, value) for name, of in good.items() if isinstance(of, dict) for key, value in of.items()]
+    places = [tuple(path) for *path, value in [*good.items(), *inner] if isinstance(value, str)]
+    for *above, last in places:
+        changed_one = copy.deepcopy(good)
+        (changed_one[above[0]] if above else changed_one)[last] = "x" * 5000
+        file.write_text(json.dumps({**json.loads(file.read_text()), "winners": [changed_one]}))
+        with pytest.raises(UsageError) as refused:
+            formats.read(file)
+        told(refused.value)
+    assert len(places) > 10
+
+
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_a_comparison(tmp_path: Path, amount: int) -> None:
     file = tmp_path / "compare.json"
