@@ -4,7 +4,8 @@
 
 A winner of the operator is carried if its kernel sources were those of the old checkout, and if a call enqueues the same in both
 checkouts: every launch (kernel, cubin, grid, scalars, shapes of tensors), copy, product and change of stream, in the same order.
-It gets the digest of this checkout's sources and the new parameters. Other winners stay stale, and are named.
+It gets the new parameters, and the digests of this checkout's sources and of its machine code with lines, by which ptxas may name
+other registers. Other winners stay stale, and are named.
 
 Compiles with the Triton of this Python, and refuses winners of another: an edit may change the code of one Triton alone. Needs no
 GPU.
@@ -90,6 +91,18 @@ def told_by(checkout: str, winners: list[Winner]) -> list[list[str]]:
     return answer
 
 
+def with_lines(winner: Winner) -> str | None:
+    """The digest of the machine code of a winner as calls run it, in this checkout."""
+    from autotax.core.config import Config
+    from autotax.kernels.offline import known_hardware, resources_offline
+    from autotax.kernels.resources import machine_code
+    from autotax.operators import problem_from_dict
+
+    config = Config.of(winner["config"]["variant"], winner["config"]["params"])
+    hardware = known_hardware(winner["hardware"]["target"])
+    return machine_code(resources_offline(problem_from_dict(winner["problem"]), config, hardware))
+
+
 @functools.cache
 def digest(checkout: str, op: str, variant: str) -> str:
     code = f"from autotax.operators.registry import variant_digest; print(variant_digest({op!r}, {variant!r}))"
@@ -118,6 +131,8 @@ def main(old: str, source: str, target: str, op: str, *parameters: str) -> None:
         name = f"{winner['config']['variant']} {winner['problem']}"
         if was == now:
             winner |= new | {"kernel_digest": digest(here, op, winner["config"]["variant"])}
+            if "machine_code" in winner:
+                winner["machine_code"] = with_lines(winner)
             print("carried", name, len(now), "things enqueued")
         else:
             print("DIFFERS", name, was, now)
