@@ -1,4 +1,4 @@
-"""Values that others wrote: their types, and how JSON and plain values become them. Whatever is invalid is Malformed."""
+"""Values that others wrote: their types, and how JSON and plain values become them. Invalid values raise Malformed."""
 
 from __future__ import annotations
 

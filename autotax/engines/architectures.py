@@ -127,8 +127,8 @@ class Architecture:
     def _in_fp8(self, problem: Problem) -> Problem:
         """The same product with weights in e4m3 where the model has them. Sizes that e4m3 does not support keep their type."""
         result = problem.dtype if problem.dtype in ("bf16", "fp16") else "bf16"
-        more = {"scales": SCALES_OF.get(self.quantize, ""), "quantize": self.quantize, "result": result}
-        more["accumulate"] = accumulate_of(self.quantize)
+        how = {"quantize": self.quantize, "accumulate": accumulate_of(self.quantize)}
+        more = {"scales": SCALES_OF.get(self.quantize, ""), "result": result, **how}
         try:
             return replace(problem, dtype="e4m3", **more) if self.quantize else problem  # type: ignore[call-arg]
         except UsageError:

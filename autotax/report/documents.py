@@ -19,7 +19,7 @@ from autotax.tuner.finalists import median_interval
 if TYPE_CHECKING:
     from autotax.api import Refreshed
     from autotax.db import TrialRecord, WinnerRecord
-    from autotax.db.lookup import Answer
+    from autotax.db.answers import Answer
     from autotax.db.records import Entry
     from autotax.db.store import MergeOutcome
     from autotax.runner.precompile import Surveyed

@@ -51,7 +51,7 @@ from autotax.tuner.run_recorder import FINALISTS
 if TYPE_CHECKING:
     from autotax.api import Refreshed
     from autotax.db import RunRecord, TrialRecord, WinnerRecord
-    from autotax.db.lookup import Answer
+    from autotax.db.answers import Answer
     from autotax.db.records import Entry
     from autotax.db.store import MergeOutcome
     from autotax.runner.measurement import Measurement

@@ -12,7 +12,7 @@ from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.core.settings import as_deployed
 from autotax.db import Store, TrialRecord
-from autotax.db.lookup import Answer
+from autotax.db.answers import Answer
 from autotax.db.records import Place, differences
 from autotax.hardware import Hardware
 from autotax.operators import registry

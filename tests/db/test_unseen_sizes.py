@@ -13,8 +13,8 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem, ceil_div
 from autotax.db import shipped
+from autotax.db.answers import LEAST_EXPECTED, Answer, answer
 from autotax.db.index import Index, IndexedWinner, bucket, bucket_key, family_key
-from autotax.db.lookup import LEAST_EXPECTED, Answer, answer
 from autotax.db.records import Place, WinnerRecord, same_kernel
 from autotax.db.reproof import serving
 from autotax.db.shipped import Source
