@@ -43,8 +43,8 @@ def main(folder: Path, databases: list[Path], keep: bool) -> None:
 def rounded(entry: Entry) -> Entry:
     """With samples of seven digits, finer than the timer: the file takes half the bytes."""
     samples = entry.winner.samples or {}
-    told = {config: [[float(f"{us:.7g}") for us in rank] for rank in ranks] for config, ranks in samples.items()}
-    return replace(entry, winner=replace(entry.winner, samples=told or None))
+    short = {config: [[float(f"{us:.7g}") for us in rank] for rank in ranks] for config, ranks in samples.items()}
+    return replace(entry, winner=replace(entry.winner, samples=short or None))
 
 
 if __name__ == "__main__":

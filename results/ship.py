@@ -1,33 +1,83 @@
-"""Makes a file of shipped winners: the winners of an export without their samples, without the names of users.
+"""Takes the winners of a folder that `tables.py` made into what is published and what ships:
 
-    PYTHONPATH=. python results/ship.py winners.json autotax/shipped/h200x4.json
+    PYTHONPATH=. python results/ship.py FOLDER results/h200x2/decode autotax/shipped/h200x2-decode.json [--keys m=16]
 
-Figures have seven digits, finer than the timer: the package takes less. Intervals and versions stay. The samples belong into
-results/HOST/winners.json.xz, where tests look for them.
+A winner replaces the one of the same problem and conditions, and the order of the others stays. BSP and ties do not ship. The
+published file keeps all samples of the finalist round, where tests look for them, and the comparisons are added to those that are
+published. Shipped entries have no samples and no names of users, and figures of seven digits, finer than the timer. Intervals and
+versions stay.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import json
+import lzma
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from autotax.db import formats
+from autotax.core.files import write_whole
+from autotax.db import Store, formats
+from autotax.db.records import Entry
+from autotax.hardware import BACKENDS
+from autotax.operators.registry import operators
+from results.export import rounded
 
 FIGURES = "latency_us", "baseline_us", "speedup", "interval_low", "interval_high"
+PRESET = 9 | lzma.PRESET_EXTREME
 
 
-def main(source: str, target: str) -> None:
-    """Reads any file of `autotax export`; the order of the winners stays."""
-    formats.write(Path(target), [shipped(entry) for entry in formats.read(Path(source))], anonymous=True)
+def winners_of(database: Path, keys: str) -> list[Entry]:
+    """Proven winners whose problem's key contains `keys`."""
+    with Store.open(database, create=False) as store:
+        entries = store.entries(list(operators()), BACKENDS)
+    proven = [entry for entry in entries if not entry.winner.tie and entry.winner.config.variant != "bsp"]
+    return [entry for entry in proven if keys in entry.winner.problem.key]
 
 
-def shipped(entry: Any) -> Any:
+def shipped(entry: Entry) -> Entry:
     """An entry as it ships."""
     figures = {name: float(f"{getattr(entry.winner, name):.7g}") for name in FIGURES}
     return replace(entry, winner=replace(entry.winner, **figures, samples=None))
 
 
+def merged(file: Path, entries: Iterable[Entry]) -> list[Entry]:
+    """The entries of a file, if it exists, with these added or in the place of those of the same problem and conditions."""
+    before = formats.read(file) if file.exists() else []
+    return list({(entry.winner.problem, entry.winner.conditions): entry for entry in (*before, *entries)}.values())
+
+
+def pack(file: Path, entries: Iterable[Entry]) -> None:
+    """Writes a compressed file of winners."""
+    plain = file.with_suffix("")
+    formats.write(plain, list(entries), anonymous=True)
+    write_whole(file, lzma.compress(plain.read_bytes(), preset=PRESET))
+    plain.unlink()
+
+
+def add_comparisons(folder: Path, place: Path, keys: set[str]) -> None:
+    """Adds the comparisons of these problems to the published ones."""
+    file = place / "comparisons.jsonl.xz"
+    before = lzma.decompress(file.read_bytes()).decode().splitlines() if file.exists() else []
+    lines = [line for line in (folder / "comparisons.jsonl").read_text().splitlines() if json.loads(line)["key"] in keys]
+    added = [line for line in lines if line not in before]
+    write_whole(file, lzma.compress("".join(f"{line}\n" for line in before + added).encode(), preset=PRESET))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="with tuned.db and comparisons.jsonl")
+    parser.add_argument("place", type=Path, help="a folder of published results")
+    parser.add_argument("target", type=Path, help="a file of shipped winners")
+    parser.add_argument("--keys", default="", help="only problems whose key contains this text")
+    options = parser.parse_args()
+    entries = winners_of(options.folder / "tuned.db", options.keys)
+    pack(options.place / "winners.json.xz", merged(options.place / "winners.json.xz", map(rounded, entries)))
+    formats.write(options.target, merged(options.target, map(shipped, entries)), anonymous=True)
+    add_comparisons(options.folder, options.place, {entry.winner.problem.key for entry in entries})
+    print(f"{len(entries)} winners; {len(formats.read(options.target))} ship in {options.target}")
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -24,7 +24,7 @@ from autotax.operators import registry
 from autotax.operators.registry import problem_from_dict
 
 RESULTS = Path(__file__).parent
-HOSTS = ("h100x2", "h100x4")
+HOSTS = ("h100x2", "h100x4", "h200x2", "h200x4")
 OPERATORS = {
     "All-Gather + GEMM": "all-gather-gemm",
     "GEMM + Reduce-Scatter": "gemm-reduce-scatter",
@@ -90,9 +90,11 @@ def table() -> list[str]:
 
 
 def _cells(found: list[dict[str, Any]]) -> str:
+    if not found:
+        return "-"
     bsp = map(over_bsp, found)
     alternative = [float(each["speedup_vs_best_peer"]) for each in found]
-    return f"{len(found)} | {geometric_mean(bsp):.2f}x | {geometric_mean(alternative):.2f}x ({min(alternative):.2f})"
+    return f"{len(found)}: {geometric_mean(bsp):.2f}x, {geometric_mean(alternative):.2f}x ({min(alternative):.2f})"
 
 
 def plot() -> str:
