@@ -1,4 +1,4 @@
-"""Draws the README's plot from the published comparisons of configs that ship, and prints its table.
+"""Draws the README's plot from the published comparisons of configs that ship, and prints its table and that of four GPUs.
 
     PYTHONPATH=. python results/speedups.py docs/speedups.svg
 
@@ -11,6 +11,7 @@ import json
 import lzma
 import math
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from statistics import geometric_mean
@@ -24,7 +25,8 @@ from autotax.operators import registry
 from autotax.operators.registry import problem_from_dict
 
 RESULTS = Path(__file__).parent
-HOSTS = ("h100x2", "h100x4", "h200x2", "h200x4")
+HOSTS = ("h100x2", "h200x2"), ("h100x4", "h200x4")
+"""Those of the README's table, and those of the table of `results/README.md`."""
 OPERATORS = {
     "All-Gather + GEMM": "all-gather-gemm",
     "GEMM + Reduce-Scatter": "gemm-reduce-scatter",
@@ -75,26 +77,31 @@ def best_alternative(comparison: dict[str, Any]) -> float:
     return over_bsp(comparison) / float(comparison["speedup_vs_best_peer"])
 
 
+@cache
+def published(host: str) -> list[dict[str, Any]]:
+    """All comparisons in place of a host."""
+    files = sorted((RESULTS / host).glob("*/comparisons.jsonl.xz"))
+    return [json.loads(line) for file in files for line in lzma.decompress(file.read_bytes()).splitlines()]
+
+
 def comparisons(host: str, name: str) -> list[dict[str, Any]]:
     """Those in place of a row of the table, of configs that ship: the last one of each problem."""
-    files = sorted((RESULTS / host).glob("*/comparisons.jsonl.xz"))
-    every = [json.loads(line) for file in files for line in lzma.decompress(file.read_bytes()).splitlines()]
-    fp8 = name.startswith("FP8")
-    asked = [each for each in every if each["problem"]["op"] == OPERATORS[name] and (each["problem"]["dtype"] == "e4m3") is fp8]
+    op, fp8 = OPERATORS[name], name.startswith("FP8")
+    asked = [each for each in published(host) if each["problem"]["op"] == op and (each["problem"]["dtype"] == "e4m3") is fp8]
     return list({json.dumps(each["problem"]): each for each in asked if ships(each)}.values())
 
 
-def table() -> list[str]:
-    """The rows of the README's table: for each host the number of problems, and geometric means; in parentheses the least."""
-    return [f"| {name} | {' | '.join(_cells(comparisons(host, name)) for host in HOSTS)} |" for name in OPERATORS]
+def table(hosts: Sequence[str]) -> list[str]:
+    """Rows of a table: for each host the number of problems, and geometric means; in parentheses the least."""
+    return [f"| {name} | {' | '.join(_cells(comparisons(host, name)) for host in hosts)} |" for name in OPERATORS]
 
 
 def _cells(found: list[dict[str, Any]]) -> str:
     if not found:
-        return "-"
+        return "- | - | -"
     bsp = map(over_bsp, found)
     alternative = [float(each["speedup_vs_best_peer"]) for each in found]
-    return f"{len(found)}: {geometric_mean(bsp):.2f}x, {geometric_mean(alternative):.2f}x ({min(alternative):.2f})"
+    return f"{len(found)} | {geometric_mean(bsp):.2f}x | {geometric_mean(alternative):.2f}x ({min(alternative):.2f})"
 
 
 def plot() -> str:
@@ -152,4 +159,4 @@ def _words(x: float, y: float, text: str, anchor: str = "start", weight: str = "
 
 if __name__ == "__main__":
     Path(sys.argv[1]).write_text(plot())
-    print("\n".join(table()))
+    print("\n".join(row for hosts in HOSTS for row in table(hosts)))
