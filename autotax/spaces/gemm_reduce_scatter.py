@@ -404,6 +404,55 @@ def _specialized(
     return VariantSpace(variant, parameters, constraints, tuple(seeds), former={"adds": "warps"})
 
 
+FEWEST_ROWS = 128
+"""Fewest rows of a replicated output that travel in tiles. Fewer travel as words."""
+MOST_OF_ONE_SHOT = 4
+"""Most ranks that send their tiles to all. Four send twice as much as in two trips, eight four times as much."""
+
+
+def one_shot(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """Only for a replicated output of 16 bits and weights [n, k]; None elsewhere."""
+    return _one_shot("one_shot", problem, hardware, lambda *_: True)
+
+
+def scaled_one_shot(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """That of `one_shot` for words of two codes."""
+    if problem.dtype != "e4m3" or problem.operand != "e4m3":
+        return None
+    wide = problem.scales != "block"
+    space = _one_shot("scaled_one_shot", as_words(problem), hardware, lambda m, n: n == 128 or (wide and m == 64))
+    one_sum = Constraint(("strip",), lambda strip: wide or strip == scaled.GROUP, "groups have too few registers")
+    return space and scaled.with_strips(replace(space, constraints=(*space.constraints, one_sum)), problem)
+
+
+def _one_shot(
+    variant: str, problem: GemmReduceScatter, hardware: Hardware, suits: Callable[[int, int], bool]
+) -> VariantSpace | None:
+    """A warp-specialized GEMM of tiles that it `suits`, which all ranks add up. Two ranks send as much as in two trips."""
+    suited = problem.output == "replicated" and problem.m >= FEWEST_ROWS and 1 < problem.world_size <= MOST_OF_ONE_SHOT
+    if not suited or not gemm_roles.have_roles(problem, hardware):
+        return None
+    parameters: dict[str, tuple[Value, ...]] = {
+        "block_m": BLOCKS_M,
+        "block_n": BLOCKS_N,
+        "num_stages": gemm_roles.STAGES,
+        "group_m": (1, 4, 8),
+    }
+    fits = partial(gemm_roles.fits, hardware)
+    constraints = (
+        Constraint(("block_m", "block_n"), suits, "groups of warps have too few registers for such a tile"),
+        Constraint(("block_m", "block_n", "num_stages"), fits, "the pipeline does not fit in shared memory"),
+    )
+    sizes = (tile for tile in itertools.product(BLOCKS_M, BLOCKS_N) if suits(*tile))
+    tiles = sorted(sizes, key=lambda tile: gemm_roles.time_of(gathered(problem), hardware.processors, *tile))
+    seeds = [
+        Config.of(variant, block_m=m, block_n=n, num_stages=gemm_roles.most_stages(hardware, m, n), group_m=group)
+        for group in (8, 4)
+        for m, n in tiles
+    ]
+    return VariantSpace(variant, parameters, constraints, tuple(seeds))
+
+
 MOST_BLOCK_M = 64
 ONE_SHOT_BYTES = 2 << 20
 """Seeds start with one trip if a rank sends at most this many bytes in it, else with two."""

@@ -239,6 +239,22 @@ def test_warps_with_roles_that_send_fast_sums_never_err(ranks: Ranks, tile: tupl
     run(ranks, problem, default_with(problem, "scaled_specialized", **sides_of(tile), strip=0))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "more", "tile"),
+    [
+        *(("fp16", {}, tile) for tile in [(64, 128, 5), (64, 256, 4), (128, 128, 4), (128, 256, 4)]),
+        ("e4m3", {"scales": "row"}, (64, 256, 4)),
+        ("e4m3", {"scales": "row", "accumulate": "fast"}, (128, 128, 4)),
+        ("e4m3", {"scales": "block"}, (128, 128, 4)),
+    ],
+)
+def test_warps_with_roles_that_send_tiles_to_all_ranks_never_err(
+    ranks: Ranks, dtype: str, more: dict[str, str], tile: tuple[int, int, int]
+) -> None:
+    problem = GemmReduceScatter(301, 784, 1152, dtype, "replicated", WORLD, **more)
+    run(ranks, problem, default_with(problem, "one_shot" if dtype == "fp16" else "scaled_one_shot", **sides_of(tile)))
+
+
 @pytest.mark.parametrize("output", ["replicated", "scattered"])
 @pytest.mark.parametrize(("scales", "rows"), [("row", 64), ("block", 129), ("tensor", 5), ("none", 129)])
 @pytest.mark.parametrize(("tile", "splits"), [("64x64x12x8x2", 1), ("64x128x6x8x1", 3), ("128x64x8x8x2", 1)])

@@ -9,6 +9,7 @@ import torch
 from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.roles import tile_at
 from autotax.kernels.all_gather_gemm.scaled_specialized import multiply_scaled
+from autotax.kernels.gemm_reduce_scatter.one_shot import sum_tiles
 from autotax.kernels.gemm_reduce_scatter.scatter_roles import scatter_tiles
 from autotax.operators.scaled import dequantised, laid_out, scales_shape
 from tests.models import warps
@@ -78,6 +79,42 @@ def run(
 @pytest.mark.parametrize(("world", "stages", "sizes"), [(1, 3, [70, 1]), (2, 2, [300, 5, 300]), (3, 3, [280, 7, 7, 280])])
 def test_the_warps_compute_the_sum(tile: tuple[int, int], world: int, stages: int, sizes: list[int], adds: str) -> None:
     run(world, sizes, tile[1] + 8, tile, stages, adds == "epilogue", interleaved=world == 3, with_addends=world != 2)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(("world", "stages", "sizes"), [(2, 2, [150, 5, 150]), (3, 3, [130, 7, 7, 130])])
+def test_all_ranks_get_the_sum_in_one_trip(tile: tuple[int, int], world: int, stages: int, sizes: list[int]) -> None:
+    """Calls of sizes up to the first through the same inboxes and flags, with a bias and a residual. Ranks have equal bits."""
+    (high, across), n, room, wide = tile, tile[1] + 8, sizes[0], min(128, tile[1])
+    drawn, call = np.random.default_rng(world + n), plain(sum_tiles)
+    boxes = [np.full((2 * world, room, n), np.nan, np.float16) for _ in range(world)]
+    flags = [np.zeros(ceil_div(room, high) * ceil_div(n, across) * world, np.int32) for _ in range(world)]
+
+    def normal(*shape: int) -> np.ndarray:
+        return drawn.standard_normal(shape).astype(np.float16)
+
+    weights, bias = [normal(n, K) for _ in range(world)], normal(n)
+    inputs, residuals = [[normal(m, K) for _ in range(world)] for m in sizes], [normal(m, n) for m in sizes]
+    outs = [[np.full((m, n), np.nan, np.float16) for _ in range(world)] for m in sizes]
+
+    def calls_of(rank: int) -> None:
+        views = tuple(View(boxes[(rank + hop) % world], (1, 64, wide)) for hop in range(world))
+        for number, m in enumerate(sizes):
+            args = (
+                View(inputs[number][rank], (64, 64)), View(weights[rank], (wide, 64)), views, None,
+                Pointer(outs[number][rank].reshape(-1)), Pointer(bias), Pointer(residuals[number].reshape(-1)), 3,
+                Pointer(boxes[rank].reshape(-1)), flags, None, None, rank, number + 1, m, K, room, n,
+                world, 4, "none", high // 64, across // wide, wide, stages, 1, "cuda",
+            )  # fmt: skip
+            together(programs_of(rank, PROGRAMS, call, args))
+
+    warps.stopped.clear()
+    together([(lambda rank=rank: calls_of(rank)) for rank in range(world)])
+    for number, per_rank in enumerate(outs):
+        pairs = zip(inputs[number], weights, strict=True)
+        total = sum((a.astype(np.float32) @ b.astype(np.float32).T).astype(np.float16).astype(np.float32) for a, b in pairs)
+        np.testing.assert_allclose(per_rank[0], total + bias + residuals[number], rtol=2e-3, atol=2e-2)
+        assert all((out == per_rank[0]).all() for out in per_rank)
 
 
 @pytest.mark.parametrize("scales", ["row", *volume("block", "tensor")])

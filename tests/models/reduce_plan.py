@@ -37,7 +37,7 @@ def check(problem: GemmReduceScatter, config: Config) -> str | None:
         small = problem.world_size * problem.world_size * problem.m * problem.n <= 40 * MOST_STEPS
         return (cut_fault(problem, config) or words_fault(problem, config)) if small else None
     rows, cols = (int(config.values.get(name, ADDED_ROWS)) for name in ("block_m", "block_n"))
-    if problem.world_size**2 * ceil_div(problem.shard_rows, rows) * ceil_div(problem.n, cols) > MOST_STEPS:
+    if problem.world_size**2 * ceil_div(problem.out_rows, rows) * ceil_div(problem.n, cols) > MOST_STEPS:
         return None
     fault = cut_fault(problem, config) if config.variant in ("push", "pull_reduce") else None
     return fault or faults(reduce_plan(problem, config))
@@ -48,6 +48,9 @@ def reduce_plan(problem: GemmReduceScatter, config: Config) -> Plan:
     world = problem.world_size
     if config.variant in ("bsp", *named(problem.op).peers):  # the vendor's GEMM computes, the library exchanges
         return Plan([[Task(rows=(0, problem.out_rows), columns=(0,))] for _ in range(world)], problem.out_rows)
+    if config.variant == "one_shot":
+        tasks, height, units = _specialized(problem, config)
+        return Plan(tasks, problem.out_rows, ceil_div(problem.n, config["block_n"]), units)
     plans = {"push": _fused, "pull_reduce": _fused, "push_specialized": _specialized, "decomposed": _decomposed}
     tasks, height, units = plans[config.variant](problem, config)
     lines = ceil_div(problem.shard_rows, height)
@@ -183,10 +186,10 @@ def _fused(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]]
 def _specialized(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]], int, int]:
     """Senders wait for nobody; adders take pieces of ADDED_ROWS rows, each behind the flags of all ranks for its tile.
 
-    In the epilogue a rank adds to each of its own tiles what its peers have sent.
+    In the epilogue a rank adds to each of its own tiles what its peers have sent. In `one_shot` all ranks add up all rows.
     """
-    world, height = problem.world_size, config["block_m"]
-    m_tiles, n_tiles = ceil_div(problem.shard_rows, height), ceil_div(problem.n, config["block_n"])
+    world, height, rows = problem.world_size, config["block_m"], problem.out_rows
+    m_tiles, n_tiles = ceil_div(rows, height), ceil_div(problem.n, config["block_n"])
     down = height // ADDED_ROWS
 
     def flag(source: int, block: int, tile: int) -> Flag:
@@ -197,7 +200,9 @@ def _specialized(problem: GemmReduceScatter, config: Config) -> tuple[list[list[
         own = []
         columns: dict[tuple[int, int], list[int]] = {}  # of tiles that are added up, by the rows of a piece
         # Programs run side by side, one a processor, and each computes the tiles of others first.
-        for owner, block, tile in sorted(_tiles(problem, config, rank), key=lambda tile: tile[0] == rank):
+        everywhere = config.variant == "one_shot"
+        tiles = product(range(world), range(m_tiles), range(n_tiles)) if everywhere else _tiles(problem, config, rank)
+        for owner, block, tile in sorted(tiles, key=lambda tile: tile[0] == rank):
             span = (block * n_tiles + tile, block * n_tiles + tile + 1)
             if owner != rank or not in_epilogue(config):
                 own.append(Task(sends=(Send(owner, flag(rank, block, tile), span),)))
@@ -215,7 +220,7 @@ def _specialized(problem: GemmReduceScatter, config: Config) -> tuple[list[list[
             first = block * height + piece % down * ADDED_ROWS
             columns.setdefault((first, first + ADDED_ROWS), []).append(tile)
         for (first, last), tiles in columns.items():
-            own.append(Task(rows=(min(first, problem.shard_rows), min(last, problem.shard_rows)), columns=tiles))
+            own.append(Task(rows=(min(first, rows), min(last, rows)), columns=tiles))
         tasks.append(own)
     return tasks, height, m_tiles * n_tiles
 
