@@ -48,6 +48,7 @@ SHAPES = (
     "h100x2/all-reduce-norm/shapes.toml",
     "shapes/fp8.toml",
     "shapes/fp8-fast.toml",
+    "shapes/fp8-all-reduce.toml",
     "h200x2/gather-attention/shapes.toml",
 )
 """Sizes are those of one rank, for any number of ranks."""
