@@ -410,17 +410,17 @@ MOST_OF_ONE_SHOT = 4
 """Most ranks that send their tiles to all. Four send twice as much as in two trips, eight four times as much."""
 
 
-def one_shot(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+def push_one_shot(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
     """Only for a replicated output of 16 bits and weights [n, k]; None elsewhere."""
-    return _one_shot("one_shot", problem, hardware, lambda *_: True)
+    return _one_shot("push_one_shot", problem, hardware, lambda *_: True)
 
 
-def scaled_one_shot(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
-    """That of `one_shot` for words of two codes."""
+def scaled_push_one_shot(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """That of `push_one_shot` for words of two codes."""
     if problem.dtype != "e4m3" or problem.operand != "e4m3":
         return None
     wide = problem.scales != "block"
-    space = _one_shot("scaled_one_shot", as_words(problem), hardware, lambda m, n: n == 128 or (wide and m == 64))
+    space = _one_shot("scaled_push_one_shot", as_words(problem), hardware, lambda m, n: n == 128 or (wide and m == 64))
     one_sum = Constraint(("strip",), lambda strip: wide or strip == scaled.GROUP, "groups have too few registers")
     return space and scaled.with_strips(replace(space, constraints=(*space.constraints, one_sum)), problem)
 

@@ -252,7 +252,7 @@ def test_warps_with_roles_that_send_tiles_to_all_ranks_never_err(
     ranks: Ranks, dtype: str, more: dict[str, str], tile: tuple[int, int, int]
 ) -> None:
     problem = GemmReduceScatter(301, 784, 1152, dtype, "replicated", WORLD, **more)
-    run(ranks, problem, default_with(problem, "one_shot" if dtype == "fp16" else "scaled_one_shot", **sides_of(tile)))
+    run(ranks, problem, default_with(problem, "push_one_shot" if dtype == "fp16" else "scaled_push_one_shot", **sides_of(tile)))
 
 
 @pytest.mark.parametrize("output", ["replicated", "scattered"])

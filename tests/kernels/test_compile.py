@@ -273,10 +273,10 @@ def test_a_binary_tells_what_it_takes_of_the_target(compilers: Compilers, target
     assert kernel.local is not None
 
 
-@pytest.mark.parametrize("variant", ["push_specialized", "one_shot", *volume("push", "pull_reduce", "words", "decomposed")])
+@pytest.mark.parametrize("variant", ["push_specialized", "push_one_shot", *volume("push", "pull_reduce", "words", "decomposed")])
 def test_the_first_seeds_of_sums_spill_nothing_on_hopper(compilers: Compilers, variant: str) -> None:
     problem = FEW_ROWS["cuda:90"] if variant == "words" else REDUCTIONS["cuda:90"]
-    if variant == "one_shot":
+    if variant == "push_one_shot":
         problem = replace(problem, output="replicated", world_size=2)
     config = space_for(problem, known_hardware("cuda:90")).default(variant)
     kernels = compilers.submit(resources_offline, problem, config, known_hardware("cuda:90")).result()

@@ -9,7 +9,7 @@ import torch
 from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.roles import tile_at
 from autotax.kernels.all_gather_gemm.scaled_specialized import multiply_scaled
-from autotax.kernels.gemm_reduce_scatter.one_shot import sum_tiles
+from autotax.kernels.gemm_reduce_scatter.push_one_shot import sum_tiles
 from autotax.kernels.gemm_reduce_scatter.scatter_roles import scatter_tiles
 from autotax.operators.scaled import dequantised, laid_out, scales_shape
 from tests.models import warps

@@ -48,7 +48,7 @@ def reduce_plan(problem: GemmReduceScatter, config: Config) -> Plan:
     world = problem.world_size
     if config.variant in ("bsp", *named(problem.op).peers):  # the vendor's GEMM computes, the library exchanges
         return Plan([[Task(rows=(0, problem.out_rows), columns=(0,))] for _ in range(world)], problem.out_rows)
-    if config.variant == "one_shot":
+    if config.variant == "push_one_shot":
         tasks, height, units = _specialized(problem, config)
         return Plan(tasks, problem.out_rows, ceil_div(problem.n, config["block_n"]), units)
     plans = {"push": _fused, "pull_reduce": _fused, "push_specialized": _specialized, "decomposed": _decomposed}
@@ -186,7 +186,7 @@ def _fused(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]]
 def _specialized(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]], int, int]:
     """Senders wait for nobody; adders take pieces of ADDED_ROWS rows, each behind the flags of all ranks for its tile.
 
-    In the epilogue a rank adds to each of its own tiles what its peers have sent. In `one_shot` all ranks add up all rows.
+    In the epilogue a rank adds to each of its own tiles what its peers have sent. In `push_one_shot` all ranks add up all rows.
     """
     world, height, rows = problem.world_size, config["block_m"], problem.out_rows
     m_tiles, n_tiles = ceil_div(rows, height), ceil_div(problem.n, config["block_n"])
@@ -200,7 +200,7 @@ def _specialized(problem: GemmReduceScatter, config: Config) -> tuple[list[list[
         own = []
         columns: dict[tuple[int, int], list[int]] = {}  # of tiles that are added up, by the rows of a piece
         # Programs run side by side, one a processor, and each computes the tiles of others first.
-        everywhere = config.variant == "one_shot"
+        everywhere = config.variant == "push_one_shot"
         tiles = product(range(world), range(m_tiles), range(n_tiles)) if everywhere else _tiles(problem, config, rank)
         for owner, block, tile in sorted(tiles, key=lambda tile: tile[0] == rank):
             span = (block * n_tiles + tile, block * n_tiles + tile + 1)

@@ -50,7 +50,7 @@ def test_no_config_of_words_has_a_fault(data: st.DataObject) -> None:
 def test_no_config_of_warps_with_roles_has_a_fault(data: st.DataObject) -> None:
     world = data.draw(st.integers(1, 8))
     m, n = data.draw(st.integers(1, 1200)), 8 * data.draw(st.integers(1, 150))
-    output, variant = data.draw(st.sampled_from((("scattered", "push_specialized"), ("replicated", "one_shot"))))
+    output, variant = data.draw(st.sampled_from((("scattered", "push_specialized"), ("replicated", "push_one_shot"))))
     space = space_for(GemmReduceScatter(m, n, 64, "bf16", output, world), H200)
     if variant in space.variants:
         assert check(space.problem, data.draw(configs(space.only(["bsp", variant])))) is None  # type: ignore[arg-type]
@@ -66,11 +66,11 @@ def test_warps_with_roles_are_for_hopper_and_for_what_it_loads_by_boxes() -> Non
 
 def test_one_trip_of_tiles_is_for_many_rows_on_all_ranks() -> None:
     usual = GemmReduceScatter(2048, 8192, 2560, "bf16", "replicated", 2)
-    assert "one_shot" in space_for(usual, H200).variants
+    assert "push_one_shot" in space_for(usual, H200).variants
     for other in ({"output": "scattered"}, {"m": 127}, {"weight": "kn"}, {"dtype": "fp32"}, {"world_size": 1}, {"world_size": 8}):
-        assert "one_shot" not in space_for(dataclasses.replace(usual, **other), H200).variants  # type: ignore[arg-type]
+        assert "push_one_shot" not in space_for(dataclasses.replace(usual, **other), H200).variants  # type: ignore[arg-type]
     for scales, tiles in ("row", {(64, 128), (64, 256), (128, 128)}), ("block", {(64, 128), (128, 128)}):
-        space = space_for(dataclasses.replace(usual, dtype="e4m3", scales=scales), H200).variants["scaled_one_shot"]
+        space = space_for(dataclasses.replace(usual, dtype="e4m3", scales=scales), H200).variants["scaled_push_one_shot"]
         assert {(seed["block_m"], seed["block_n"]) for seed in space.seeds} == tiles
 
 

@@ -1,4 +1,4 @@
-"""one_shot and scaled_one_shot: GEMM + All-Reduce in one trip, by warps with roles. For Hopper, in Gluon.
+"""push_one_shot and scaled_push_one_shot: GEMM + All-Reduce in one trip, by warps with roles. For Hopper, in Gluon.
 
 Every rank sends each tile of its partial sum to all ranks, itself included, and adds up all rows. So no sum travels a second
 time, and all tiles but those of the last wave travel while later ones are multiplied. A rank sends (ranks - 1) x m x n elements:
@@ -120,7 +120,7 @@ def sum_tiles(
 
 
 @gluon.jit(do_not_specialize=["rank", "added"])
-def one_shot_kernel(
+def push_one_shot_kernel(
     a, b, box0, box1, box2, box3, box4, box5, box6, box7, out, bias, residual, added, box, flags, bases, control,
     scales_a, stride_m, stride_g, scales_b, rank, m, cols, room, n,
     WORLD: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr,
@@ -137,7 +137,7 @@ def one_shot_kernel(
     leave(control, epoch, gl.num_programs(0), TARGET)
 
 
-class OneShot(Adding):
+class PushOneShot(Adding):
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world, n, self.room, self.result = problem.world_size, problem.n, problem.m, problem.out_dtype
@@ -165,7 +165,7 @@ class OneShot(Adding):
         """One launch; `scales` are those of A with their strides, and those of B."""
         problem, context = self.problem, self.context
         context.launch(
-            one_shot_kernel, (context.processors,),
+            push_one_shot_kernel, (context.processors,),
             self.view(a, [GROUP_ROWS, tiling.BLOCK_K]), self.view(b, [self.wide, tiling.BLOCK_K]), *self.boxes,
             out, *added, self.box, self.flags, context.heap.bases, self.control, *scales,
             context.rank, problem.m, problem.k * a.itemsize // 2, self.room, problem.n, **self.constants,
@@ -176,8 +176,8 @@ class OneShot(Adding):
         return {}
 
 
-class ScaledOneShot(OneShot):
-    """`OneShot` for e4m3; `scaled_roles` says how its groups multiply. Tensors of a call: see `scaled_sums.Scaled`."""
+class ScaledPushOneShot(PushOneShot):
+    """`PushOneShot` for e4m3; `scaled_roles` says how its groups multiply. Tensors of a call: see `scaled_sums.Scaled`."""
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         self.quantised = Quantiser(problem, problem.m, context)
