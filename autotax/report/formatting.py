@@ -31,7 +31,7 @@ COLOURS = (
     "#9e24f0", "#b27db2", "#f024b3", "#9e575e", "#616b3b", "#f024f0", "#19a819", "#f0244d", "#1d7564", "#735da8", "#a8438a",
     "#a88a5d", "#db7258", "#f0606e", "#1f9cd1", "#806c20", "#3c60f0", "#68946c", "#f02424", "#19a852", "#b61ec7", "#2a9d8f",
     "#6a8caf", "#c9822b", "#7b3f61", "#3f7b3a", "#b3446c", "#5a5fae", "#8f6b2f", "#268b9c", "#7a4fd0", "#5f8a12", "#c2577f",
-    "#4a78b8",
+    "#4a78b8", "#9a4d8c", "#b0582e",
 )  # fmt: skip
 WORK, STILL_PAID, WON_BACK = "#66809a", "#b5831a", "#12905c"
 """Parts of a bulk-synchronous call. No variant has these colours."""
