@@ -1,4 +1,4 @@
-"""What a host's databases hold, for the tree: all trials without samples, and the best proven winners with theirs.
+"""Exports a host's databases into the tree: all trials without samples, and the best proven winners with their samples.
 
     python results/export.py results/HOST DATABASE ...       makes results/HOST/landscapes.json.gz and winners.json.xz
 

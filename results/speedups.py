@@ -26,7 +26,7 @@ from autotax.operators.registry import problem_from_dict
 
 RESULTS = Path(__file__).parent
 HOSTS = ("h100x2", "h200x2"), ("h100x4", "h200x4")
-"""Those of the README's table, and those of the table of `results/README.md`."""
+"""The hosts of the README's table, and the hosts of the table in `results/README.md`."""
 OPERATORS = {
     "All-Gather + GEMM": "all-gather-gemm",
     "GEMM + Reduce-Scatter": "gemm-reduce-scatter",
@@ -37,9 +37,9 @@ OPERATORS = {
     "Decode merge": "decode-merge",
     "Flash Decode": "flash-decode",
 }
-"""The rows of the table. Those of FP8 are the problems whose inputs are in e4m3."""
+"""The rows of the table. A row of FP8 counts the problems whose inputs are in e4m3."""
 DRAWN = ("All-Gather + GEMM", "FP8 All-Gather + GEMM", "GEMM + Reduce-Scatter", "Flash Decode")
-"""What the plot shows, on four GPUs."""
+"""The rows of the table that the plot shows, on four GPUs."""
 LEFT, AXIS, ROW = 200, 420, 17
 """Pixels: of the names, of the axis, of a problem."""
 MOST = 2.4
@@ -85,10 +85,14 @@ def published(host: str) -> list[dict[str, Any]]:
 
 
 def comparisons(host: str, name: str) -> list[dict[str, Any]]:
-    """Those in place of a row of the table, of configs that ship: the last one of each problem."""
+    """The comparisons that a row of the table counts: for each problem the last one whose config ships."""
     op, fp8 = OPERATORS[name], name.startswith("FP8")
-    asked = [each for each in published(host) if each["problem"]["op"] == op and (each["problem"]["dtype"] == "e4m3") is fp8]
-    return list({json.dumps(each["problem"]): each for each in asked if ships(each)}.values())
+    last: dict[str, dict[str, Any]] = {}
+    for comparison in published(host):
+        problem = comparison["problem"]
+        if problem["op"] == op and (problem["dtype"] == "e4m3") is fp8 and ships(comparison):
+            last[json.dumps(problem)] = comparison
+    return list(last.values())
 
 
 def table(hosts: Sequence[str]) -> list[str]:

@@ -368,6 +368,25 @@ def scaled_specialized(problem: GemmReduceScatter, hardware: Hardware) -> Varian
     return space and scaled.with_strips(replace(space, constraints=(*space.constraints, one_sum)), problem)
 
 
+FEW_REGISTERS = "groups of warps have too few registers for such a tile"
+
+
+def _tiles_by_roles(
+    problem: GemmReduceScatter, hardware: Hardware, suits: Callable[[int, int], bool]
+) -> tuple[dict[str, tuple[Value, ...]], Constraint, list[tuple[int, int]]]:
+    """Parameters of warp-specialized tiles, the limit of shared memory, and the tiles that seeds have, the fastest first."""
+    parameters: dict[str, tuple[Value, ...]] = {
+        "block_m": BLOCKS_M,
+        "block_n": BLOCKS_N,
+        "num_stages": gemm_roles.STAGES,
+        "group_m": (1, 4, 8),
+    }
+    fits = partial(gemm_roles.fits, hardware)
+    limit = Constraint(("block_m", "block_n", "num_stages"), fits, "the pipeline does not fit in shared memory")
+    like, sizes = gathered(problem), [tile for tile in itertools.product(BLOCKS_M, BLOCKS_N) if suits(*tile)]
+    return parameters, limit, sorted(sizes, key=lambda tile: gemm_roles.time_of(like, hardware.processors, *tile))
+
+
 def _specialized(
     variant: str, problem: GemmReduceScatter, hardware: Hardware, suits: Callable[[int, int, str], bool]
 ) -> VariantSpace | None:
@@ -376,22 +395,10 @@ def _specialized(
     """
     if problem.output != "scattered" or not gemm_roles.have_roles(problem, hardware):
         return None
-    like, fits = gathered(problem), partial(gemm_roles.fits, hardware)
-    orders = gemm.order_parameters(like)["order"]
-    parameters: dict[str, tuple[Value, ...]] = {
-        "block_m": BLOCKS_M,
-        "block_n": BLOCKS_N,
-        "num_stages": gemm_roles.STAGES,
-        "group_m": (1, 4, 8),
-        "order": orders,
-        "adds": (EPILOGUE, "warps"),
-    }
-    constraints = (
-        Constraint(("block_m", "block_n", "adds"), suits, "groups of warps have too few registers for such a tile"),
-        Constraint(("block_m", "block_n", "num_stages"), fits, "the pipeline does not fit in shared memory"),
-    )
-    sizes = (tile for tile in itertools.product(BLOCKS_M, BLOCKS_N) if suits(*tile, EPILOGUE))
-    tiles = sorted(sizes, key=lambda tile: gemm_roles.time_of(like, hardware.processors, *tile))
+    orders = gemm.order_parameters(gathered(problem))["order"]
+    usual, fits, tiles = _tiles_by_roles(problem, hardware, lambda m, n: suits(m, n, EPILOGUE))
+    parameters = usual | {"order": orders, "adds": (EPILOGUE, "warps")}
+    constraints = Constraint(("block_m", "block_n", "adds"), suits, FEW_REGISTERS), fits
     ways = list(itertools.product((8, 4), orders[::-1]))
     # Every tile comes up: the estimate does not know how well a tile hides the transfers.
     points = [*itertools.product(tiles[:2], ways), *((tile, ways[0]) for tile in tiles[2:])]
@@ -432,19 +439,8 @@ def _one_shot(
     suited = problem.output == "replicated" and problem.m >= FEWEST_ROWS and 1 < problem.world_size <= MOST_OF_ONE_SHOT
     if not suited or not gemm_roles.have_roles(problem, hardware):
         return None
-    parameters: dict[str, tuple[Value, ...]] = {
-        "block_m": BLOCKS_M,
-        "block_n": BLOCKS_N,
-        "num_stages": gemm_roles.STAGES,
-        "group_m": (1, 4, 8),
-    }
-    fits = partial(gemm_roles.fits, hardware)
-    constraints = (
-        Constraint(("block_m", "block_n"), suits, "groups of warps have too few registers for such a tile"),
-        Constraint(("block_m", "block_n", "num_stages"), fits, "the pipeline does not fit in shared memory"),
-    )
-    sizes = (tile for tile in itertools.product(BLOCKS_M, BLOCKS_N) if suits(*tile))
-    tiles = sorted(sizes, key=lambda tile: gemm_roles.time_of(gathered(problem), hardware.processors, *tile))
+    parameters, fits, tiles = _tiles_by_roles(problem, hardware, suits)
+    constraints = Constraint(("block_m", "block_n"), suits, FEW_REGISTERS), fits
     seeds = [
         Config.of(variant, block_m=m, block_n=n, num_stages=gemm_roles.most_stages(hardware, m, n), group_m=group)
         for group in (8, 4)

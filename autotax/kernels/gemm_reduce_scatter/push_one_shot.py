@@ -38,7 +38,10 @@ def send_everywhere(
     boxes, stagings, staged, drained, flags, bases, rank, epoch, share,
     WORLD: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """The sender: stores each tile in the inboxes of all ranks, then sets its flag there. Inboxes and flags are as in `send_tiles`."""
+    """The sender: stores each tile in the inboxes of all ranks, then sets its flag there. Inboxes and flags are as in `send_tiles`.
+
+    The loop is that of `send_tiles` without an owner. It stands apart because shipped winners hold for the source of `send_tiles`.
+    """
     items, _, _, _, m_tiles, n_tiles = share
     layout: gl.constexpr = boxes[0].layout
     dtype: gl.constexpr = boxes[0].dtype
