@@ -172,9 +172,9 @@ operator.variant("two_kernel_words", f"{_KERNELS}.two_kernel_words:TwoKernelWord
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push", invariant=_uncut)
 operator.variant("pull_reduce", f"{_KERNELS}.push:PullReduce", f"{_SPACES}:pull_reduce", invariant=_uncut)
 operator.variant(
-    "push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized", invariant=_uncut
+    "push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}_roles:push_specialized", invariant=_uncut
 )
-operator.variant("push_one_shot", f"{_KERNELS}.push_one_shot:PushOneShot", f"{_SPACES}:push_one_shot", invariant=_uncut)
+operator.variant("push_one_shot", f"{_KERNELS}.push_one_shot:PushOneShot", f"{_SPACES}_roles:push_one_shot", invariant=_uncut)
 operator.variant("specialized_words", f"{_KERNELS}.specialized_words:SpecializedWords", f"{_SPACES}:specialized_words")
 operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}:words")
 operator.variant("scaled_decomposed", f"{_KERNELS}.decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
@@ -182,8 +182,8 @@ operator.variant("scaled_two_kernel", f"{_KERNELS}.two_kernel:ScaledTwoKernel", 
 operator.variant(
     "scaled_two_kernel_words", f"{_KERNELS}.two_kernel_words:ScaledTwoKernelWords", f"{_SPACES}:scaled_two_kernel_words"
 )
-operator.variant("scaled_specialized", f"{_KERNELS}.push_specialized:ScaledSpecialized", f"{_SPACES}:scaled_specialized")
-operator.variant("scaled_push_one_shot", f"{_KERNELS}.push_one_shot:ScaledPushOneShot", f"{_SPACES}:scaled_push_one_shot")
+operator.variant("scaled_specialized", f"{_KERNELS}.push_specialized:ScaledSpecialized", f"{_SPACES}_roles:scaled_specialized")
+operator.variant("scaled_push_one_shot", f"{_KERNELS}.push_one_shot:ScaledPushOneShot", f"{_SPACES}_roles:scaled_push_one_shot")
 operator.variant(
     "scaled_specialized_words", f"{_KERNELS}.specialized_words:ScaledSpecializedWords", f"{_SPACES}:scaled_specialized_words"
 )
