@@ -202,14 +202,14 @@ def test_warps_with_roles_that_multiply_codes_never_err(
     run(ranks, problem, default_with(problem, "scaled_specialized", k_groups=2, **sides))
 
 
-@pytest.mark.parametrize("adds", ["warps", "epilogue"])
+@pytest.mark.parametrize("adds", ["warps", "epilogue", "warps of two senders"])
 @pytest.mark.parametrize("tile", [(64, 128, 5), (64, 256, 4), (128, 128, 4), (128, 256, 4)])
 def test_warps_with_roles_that_send_sums_never_err(ranks: Ranks, tile: tuple[int, int, int], adds: str) -> None:
     problem = GemmReduceScatter(301, 784, 1032, "bf16", "scattered", WORLD)
-    run(ranks, problem, default_with(problem, "push_specialized", **sides_of(tile), adds=adds))
+    run(ranks, problem, default_with(problem, "push_specialized", **adding(adds, tile)))
 
 
-@pytest.mark.parametrize("adds", ["warps", "epilogue"])
+@pytest.mark.parametrize("adds", ["warps", "epilogue", "warps of two senders"])
 @pytest.mark.parametrize(
     ("scales", "k", "tile"),
     [
@@ -225,12 +225,12 @@ def test_warps_with_roles_that_send_sums_never_err(ranks: Ranks, tile: tuple[int
 def test_warps_with_roles_that_send_sums_of_codes_never_err(
     ranks: Ranks, scales: str, k: int, tile: tuple[int, int, int], adds: str
 ) -> None:
-    if tile[:2] == (128, 256) and adds == "warps":
+    if tile[:2] == (128, 256) and adds != "epilogue":
         pytest.skip("such a tile leaves no registers to warps that add")
-    if scales == "block" and k == 1280 and adds == "warps":
+    if scales == "block" and k == 1280 and adds != "epilogue":
         pytest.skip("two products in flight leave no registers to warps that add")
     problem = GemmReduceScatter(301, 784, k, "e4m3", "scattered", WORLD, scales=scales)
-    run(ranks, problem, default_with(problem, "scaled_specialized", **sides_of(tile), adds=adds))
+    run(ranks, problem, default_with(problem, "scaled_specialized", **adding(adds, tile)))
 
 
 @pytest.mark.parametrize("tile", [(64, 128, 5), (64, 256, 4), (128, 128, 4), (128, 256, 4)])
@@ -239,6 +239,7 @@ def test_warps_with_roles_that_send_fast_sums_never_err(ranks: Ranks, tile: tupl
     run(ranks, problem, default_with(problem, "scaled_specialized", **sides_of(tile), strip=0))
 
 
+@pytest.mark.parametrize("adds", ["warps", "warps of two senders"])
 @pytest.mark.parametrize(
     ("dtype", "more", "tile"),
     [
@@ -249,10 +250,11 @@ def test_warps_with_roles_that_send_fast_sums_never_err(ranks: Ranks, tile: tupl
     ],
 )
 def test_warps_with_roles_that_send_tiles_to_all_ranks_never_err(
-    ranks: Ranks, dtype: str, more: dict[str, str], tile: tuple[int, int, int]
+    ranks: Ranks, dtype: str, more: dict[str, str], tile: tuple[int, int, int], adds: str
 ) -> None:
     problem = GemmReduceScatter(301, 784, 1152, dtype, "replicated", WORLD, **more)
-    run(ranks, problem, default_with(problem, "push_one_shot" if dtype == "fp16" else "scaled_push_one_shot", **sides_of(tile)))
+    changes = {name: value for name, value in adding(adds, tile).items() if name != "adds"}
+    run(ranks, problem, default_with(problem, "push_one_shot" if dtype == "fp16" else "scaled_push_one_shot", **changes))
 
 
 @pytest.mark.parametrize("output", ["replicated", "scattered"])
@@ -268,6 +270,14 @@ def test_warps_with_roles_that_send_words_never_err(
 
 def sides_of(tile: tuple[int, int, int]) -> dict[str, Value]:
     return dict(zip(("block_m", "block_n", "num_stages"), tile, strict=True))
+
+
+def adding(adds: str, tile: tuple[int, int, int]) -> dict[str, Value]:
+    """A tile and who adds its sums up. The staging areas of a second sender take the place of a stage of the widest tile."""
+    senders = 2 if adds == "warps of two senders" else 1
+    high, wide, stages = tile
+    fewer = senders == 2 and (high, wide) == (128, 256)
+    return {**sides_of((high, wide, stages - fewer)), "adds": adds.split()[0], "senders": senders}
 
 
 @pytest.mark.parametrize("strip", [128, 256])

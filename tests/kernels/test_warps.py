@@ -9,7 +9,6 @@ import torch
 from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.roles import tile_at
 from autotax.kernels.all_gather_gemm.scaled_specialized import multiply_scaled
-from autotax.kernels.gemm_reduce_scatter.push_one_shot import sum_tiles
 from autotax.kernels.gemm_reduce_scatter.scatter_roles import scatter_tiles
 from autotax.operators.scaled import dequantised, laid_out, scales_shape
 from tests.models import warps
@@ -27,14 +26,15 @@ def place_of(out: np.ndarray, wide: int, epilogue: bool) -> View | Pointer:
 
 def run(
     world: int, sizes: list[int], n: int, tile: tuple[int, int], stages: int, epilogue: bool,
-    *, interleaved: bool, with_addends: bool,
+    *, interleaved: bool, with_addends: bool, senders: int = 1, everywhere: bool = False,
 ) -> None:  # fmt: skip
     """Calls of sizes up to the first through the same inboxes and flags, all ranks side by side, compared with NumPy."""
     high, across = tile
-    wide, room = min(128, across), ceil_div(sizes[0], world)
+    owners = 1 if everywhere else world
+    wide, room = min(128, across), ceil_div(sizes[0], owners)
     drawn = np.random.default_rng(world + n)
     boxes = [np.full((2 * world, room, n), np.nan, np.float16) for _ in range(world)]
-    flags = [np.zeros(ceil_div(room, high) * ceil_div(n, across) * world, np.int32) for _ in range(world)]
+    flags = [np.zeros(ceil_div(room, high) * ceil_div(n, across) * senders * world, np.int32) for _ in range(world)]
     call = plain(scatter_tiles)
 
     def normal(*shape: int) -> np.ndarray:
@@ -43,8 +43,8 @@ def run(
     weights = [normal(n, K) for _ in range(world)]
     inputs = [[normal(m, K) for _ in range(world)] for m in sizes]
     bias = normal(n)
-    residuals = [[normal(ceil_div(m, world), n) for _ in range(world)] for m in sizes]
-    outs = [[np.full((ceil_div(m, world), n), np.nan, np.float16) for _ in range(world)] for m in sizes]
+    residuals = [[normal(ceil_div(m, owners), n) for _ in range(world)] for m in sizes]
+    outs = [[np.full((ceil_div(m, owners), n), np.nan, np.float16) for _ in range(world)] for m in sizes]
 
     def calls_of(rank: int) -> None:
         for number, m in enumerate(sizes):
@@ -54,80 +54,61 @@ def run(
             out = place_of(outs[number][rank], wide, epilogue)
             args = (
                 View(inputs[number][rank], (64, 64)), View(weights[rank], (wide, 64)), views, None, out, *added,
-                Pointer(boxes[rank].reshape(-1)), flags, None, None, rank, number + 1, ceil_div(m, world), K, room, n, m,
-                world, interleaved, 4, "none", epilogue, high // 64, across // wide, wide, stages, 1, "cuda",
+                Pointer(boxes[rank].reshape(-1)), flags, None, None, rank, number + 1, ceil_div(m, owners), K, room, n, m,
+                world, everywhere, interleaved, 4, "none", epilogue, senders, high // 64, across // wide, wide, stages, 1, "cuda",
             )  # fmt: skip
             together(programs_of(rank, PROGRAMS, call, args))
 
     warps.stopped.clear()
     together([(lambda rank=rank: calls_of(rank)) for rank in range(world)])
     for number, m in enumerate(sizes):
-        rows = ceil_div(m, world)
+        rows = ceil_div(m, owners)
         pairs = zip(inputs[number], weights, strict=True)
         total = sum((a.astype(np.float32) @ b.astype(np.float32).T).astype(np.float16).astype(np.float32) for a, b in pairs)
         for rank, out in enumerate(outs[number]):
-            right = total[rank * rows : (rank + 1) * rows]
+            right = total if everywhere else total[rank * rows : (rank + 1) * rows]
             if with_addends:
                 right = right + bias + residuals[number][rank][: len(right)]
             np.testing.assert_allclose(out[: len(right)], right, rtol=2e-3, atol=2e-2)
             assert not out[len(right) :].any(), "padding"
+        if everywhere and not with_addends:
+            assert all((out == outs[number][0]).all() for out in outs[number])
 
 
 @pytest.mark.sampled(by=lambda stages, adds, **_: {"stages": (stages, adds)})
-@pytest.mark.parametrize("adds", ["warps", "epilogue"])
+@pytest.mark.parametrize("adds", ["warps", "epilogue", "warps of two senders"])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(("world", "stages", "sizes"), [(1, 3, [70, 1]), (2, 2, [300, 5, 300]), (3, 3, [280, 7, 7, 280])])
 def test_the_warps_compute_the_sum(tile: tuple[int, int], world: int, stages: int, sizes: list[int], adds: str) -> None:
-    run(world, sizes, tile[1] + 8, tile, stages, adds == "epilogue", interleaved=world == 3, with_addends=world != 2)
+    senders = 2 if adds == "warps of two senders" else 1
+    n, usual = tile[1] + 8, {"interleaved": world == 3, "with_addends": world != 2}
+    run(world, sizes, n, tile, stages, adds == "epilogue", senders=senders, **usual)
 
 
+@pytest.mark.sampled(by=lambda senders, world, **_: {"senders": (senders, world)})
+@pytest.mark.parametrize("senders", [1, 2])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(("world", "stages", "sizes"), [(2, 2, [150, 5, 150]), (3, 3, [130, 7, 7, 130])])
-def test_all_ranks_get_the_sum_in_one_trip(tile: tuple[int, int], world: int, stages: int, sizes: list[int]) -> None:
-    """Calls of sizes up to the first through the same inboxes and flags, with a bias and a residual. Ranks have equal bits."""
-    (high, across), n, room, wide = tile, tile[1] + 8, sizes[0], min(128, tile[1])
-    drawn, call = np.random.default_rng(world + n), plain(sum_tiles)
-    boxes = [np.full((2 * world, room, n), np.nan, np.float16) for _ in range(world)]
-    flags = [np.zeros(ceil_div(room, high) * ceil_div(n, across) * world, np.int32) for _ in range(world)]
-
-    def normal(*shape: int) -> np.ndarray:
-        return drawn.standard_normal(shape).astype(np.float16)
-
-    weights, bias = [normal(n, K) for _ in range(world)], normal(n)
-    inputs, residuals = [[normal(m, K) for _ in range(world)] for m in sizes], [normal(m, n) for m in sizes]
-    outs = [[np.full((m, n), np.nan, np.float16) for _ in range(world)] for m in sizes]
-
-    def calls_of(rank: int) -> None:
-        views = tuple(View(boxes[(rank + hop) % world], (1, 64, wide)) for hop in range(world))
-        for number, m in enumerate(sizes):
-            args = (
-                View(inputs[number][rank], (64, 64)), View(weights[rank], (wide, 64)), views, None,
-                Pointer(outs[number][rank].reshape(-1)), Pointer(bias), Pointer(residuals[number].reshape(-1)), 3,
-                Pointer(boxes[rank].reshape(-1)), flags, None, None, rank, number + 1, m, K, room, n,
-                world, 4, "none", high // 64, across // wide, wide, stages, 1, "cuda",
-            )  # fmt: skip
-            together(programs_of(rank, PROGRAMS, call, args))
-
-    warps.stopped.clear()
-    together([(lambda rank=rank: calls_of(rank)) for rank in range(world)])
-    for number, per_rank in enumerate(outs):
-        pairs = zip(inputs[number], weights, strict=True)
-        total = sum((a.astype(np.float32) @ b.astype(np.float32).T).astype(np.float16).astype(np.float32) for a, b in pairs)
-        np.testing.assert_allclose(per_rank[0], total + bias + residuals[number], rtol=2e-3, atol=2e-2)
-        assert all((out == per_rank[0]).all() for out in per_rank)
+def test_all_ranks_get_the_sum_in_one_trip(
+    tile: tuple[int, int], world: int, stages: int, sizes: list[int], senders: int
+) -> None:
+    n = tile[1] + 8
+    run(world, sizes, n, tile, stages, False, interleaved=False, with_addends=world == 3, senders=senders, everywhere=True)
 
 
 @pytest.mark.parametrize("scales", ["row", *volume("block", "tensor")])
 @pytest.mark.parametrize(
-    ("tile", "strips", "epilogue"),
+    ("tile", "strips", "epilogue", "senders"),
     [
-        ((64, 128), 1, False), ((64, 128), 2, True), ((64, 256), 0, True),
-        *volume(((64, 256), 1, False), ((128, 128), 2, False), ((128, 128), 1, True), ((128, 256), 2, True)),
-        *volume(((128, 128), 0, False)),
+        ((64, 128), 1, False, 2), ((64, 128), 2, True, 1), ((64, 256), 0, True, 1),
+        *volume(((64, 256), 1, False, 2), ((128, 128), 2, False, 1), ((128, 128), 1, True, 1), ((128, 256), 2, True, 1)),
+        *volume(((128, 128), 0, False, 2)),
     ],
     ids=str,
 )  # fmt: skip
-def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int], strips: int, epilogue: bool) -> None:
+def test_the_warps_compute_the_sum_of_codes(
+    scales: str, tile: tuple[int, int], strips: int, epilogue: bool, senders: int
+) -> None:
     """Two ranks, sizes that no tile divides, rows of padding; words of A and B are pairs of codes. Zero strips are fast sums."""
     (high, across), world, sizes, n, k, stages = tile, 2, [299, 5, 299], 272, 384 if strips == 1 else 512, max(2, 1 + strips)
     if scales == "block" and (across != 128 or not strips):
@@ -135,7 +116,7 @@ def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int], 
     wide, room = min(128, across), ceil_div(sizes[0], world)
     draw = torch.Generator().manual_seed(n)
     boxes = [np.full((2 * world, room, n), np.nan, np.float16) for _ in range(world)]
-    flags = [np.zeros(ceil_div(room, high) * ceil_div(n, across) * world, np.int32) for _ in range(world)]
+    flags = [np.zeros(ceil_div(room, high) * ceil_div(n, across) * senders * world, np.int32) for _ in range(world)]
     call = plain(scatter_tiles)
 
     def operand(rows: int, weight: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,7 +141,7 @@ def test_the_warps_compute_the_sum_of_codes(scales: str, tile: tuple[int, int], 
             args = (
                 words_of(a, 64), words_of(b, wide), views, of_all, out, None, None, None,
                 Pointer(boxes[rank].reshape(-1)), flags, None, None, rank, number + 1, ceil_div(m, world), k // 2, room, n, m,
-                world, False, 4, scales, epilogue, high // 64, across // wide, wide, stages, strips, "cuda",
+                world, False, False, 4, scales, epilogue, senders, high // 64, across // wide, wide, stages, strips, "cuda",
             )  # fmt: skip
             together(programs_of(rank, PROGRAMS, call, args))
 

@@ -86,6 +86,8 @@ class Barrier:
 class Shared:
     """A block of shared memory."""
 
+    layout = None
+
     def __init__(self, memory: np.ndarray) -> None:
         self.memory, self.dtype, self.shape = memory, memory.dtype, memory.shape
 

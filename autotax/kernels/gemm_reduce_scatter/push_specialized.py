@@ -35,35 +35,45 @@ MOST_WITHOUT_ADDERS = 168
 def push_specialized_kernel(
     a, b, box0, box1, box2, box3, box4, box5, box6, box7, out, bias, residual, added, box, flags, bases, control,
     rank, rows, cols, room, n, m,
-    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, EPILOGUE: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr,
-    WIDE: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
+    WORLD: gl.constexpr, EVERYWHERE: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, EPILOGUE: gl.constexpr,
+    SENDERS: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     epoch = gl.load(control + EPOCH)
     scatter_tiles(
         a, b, (box0, box1, box2, box3, box4, box5, box6, box7), None, out, bias, residual, added, box, flags, bases, control,
         rank, epoch, rows, cols, room, n, m,
-        WORLD, INTERLEAVED, GROUP_M, "none", EPILOGUE, GROUPS, PARTS, WIDE, STAGES, 1, TARGET,
+        WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, "none", EPILOGUE, SENDERS, GROUPS, PARTS, WIDE, STAGES, 1, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0), TARGET)
 
 
 class PushSpecialized(Adding):
+    EVERYWHERE = False
+    """Whether all ranks add up all rows."""
+
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        world, n, self.room = problem.world_size, problem.n, problem.shard_rows
-        high, across = config["block_m"], config["block_n"]
+        world, n = problem.world_size, problem.n
+        self.room = self.rows_of(problem)
+        high, across, senders = config["block_m"], config["block_n"], config["senders"]
         wide = min(across, PART_ROWS)
         self.box = context.heap.alloc((2, world, self.room, n), context.dtype(problem))
-        self.flags = context.flags(ceil_div(self.room, high) * ceil_div(n, across) * world)
+        flags_of_tile = senders // ceil_div(senders, across // wide)
+        self.flags = context.flags(ceil_div(self.room, high) * ceil_div(n, across) * flags_of_tile * world)
         inboxes = [context.heap.peer(self.box, (context.rank + hop) % world) for hop in range(world)]
         views = [self.view(inbox.view(2 * world, self.room, n), [1, GROUP_ROWS, wide]) for inbox in inboxes]
         self.boxes = padded(views, MOST_RANKS, None)
-        self.wide, self.epilogue = wide, config["adds"] == "epilogue"
+        self.wide, self.epilogue = wide, not self.EVERYWHERE and config["adds"] == "epilogue"
         self.constants = {
-            "WORLD": world, "INTERLEAVED": config["order"] == "interleaved", "GROUP_M": config["group_m"],
-            "EPILOGUE": self.epilogue, "GROUPS": high // GROUP_ROWS, "PARTS": across // wide, "WIDE": wide, "STAGES": config["num_stages"],
+            "WORLD": world, "EVERYWHERE": self.EVERYWHERE, "INTERLEAVED": not self.EVERYWHERE and config["order"] == "interleaved",
+            "GROUP_M": config["group_m"], "EPILOGUE": self.epilogue, "SENDERS": senders,
+            "GROUPS": high // GROUP_ROWS, "PARTS": across // wide, "WIDE": wide, "STAGES": config["num_stages"],
             "num_warps": 4, "maxnreg": MOST_WITHOUT_ADDERS if self.epilogue else MOST_REGISTERS[high // GROUP_ROWS],
         }  # fmt: skip
+
+    def rows_of(self, problem: GemmReduceScatter) -> int:
+        """Rows that this rank adds up."""
+        return problem.m if self.EVERYWHERE else problem.shard_rows
 
     def place_of(self, out: Tensor) -> Any:
         """C as the kernel takes it: a view for the sender where the epilogue adds up this rank's tiles."""
@@ -79,7 +89,7 @@ class PushSpecialized(Adding):
             push_specialized_kernel, (context.processors,),
             self.view(a, [GROUP_ROWS, tiling.BLOCK_K]), self.view(b, [self.wide, tiling.BLOCK_K]), *self.boxes,
             self.place_of(out), *addends(out, bias, residual), self.box, self.flags, context.heap.bases, self.control,
-            context.rank, problem.shard_rows, problem.k, self.room, problem.n, problem.m,
+            context.rank, self.rows_of(problem), problem.k, self.room, problem.n, problem.m,
             **self.constants,
         )  # fmt: skip
 
@@ -92,15 +102,16 @@ class PushSpecialized(Adding):
 def scaled_specialized_kernel(
     a, b, box0, box1, box2, box3, box4, box5, box6, box7, out, bias, residual, added, box, flags, bases, control,
     scales_a, stride_m, stride_g, scales_b, rank, rows, cols, room, n, m,
-    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, EPILOGUE: gl.constexpr, GROUPS: gl.constexpr,
-    PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
+    WORLD: gl.constexpr, EVERYWHERE: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, EPILOGUE: gl.constexpr,
+    SENDERS: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
+    TARGET: gl.constexpr,
 ):  # fmt: skip
     await_launch()
     epoch = gl.load(control + EPOCH)
     scatter_tiles(
         a, b, (box0, box1, box2, box3, box4, box5, box6, box7), (scales_a, stride_m, stride_g, scales_b), out, bias, residual, added,
         box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
-        WORLD, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET,
+        WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, SENDERS, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0), TARGET)
 
@@ -129,6 +140,6 @@ class ScaledSpecialized(PushSpecialized):
             self.view(codes, [GROUP_ROWS, tiling.BLOCK_K]), self.view(b, [self.wide, tiling.BLOCK_K]), *self.boxes,
             self.place_of(out), *addends(out, bias, residual), self.box, self.flags, context.heap.bases, self.control,
             scales, *strides, scales_b,
-            context.rank, problem.shard_rows, problem.k // 2, self.room, problem.n, problem.m,
+            context.rank, self.rows_of(problem), problem.k // 2, self.room, problem.n, problem.m,
             **self.constants,
         )  # fmt: skip
