@@ -208,8 +208,8 @@ def send_tiles(
     remote = (WORLD - 1) * m_tiles * n_tiles
     sent = 0
     if EPILOGUE:
-        for area in gl.static_range(GROUPS):
-            mbarrier.arrive(taken.index(area), pred=(gl.program_id(0) >= remote) & (gl.program_id(0) < items))
+        for free in gl.static_range(GROUPS):
+            mbarrier.arrive(taken.index(free), pred=(gl.program_id(0) >= remote) & (gl.program_id(0) < items))
     for item in range(gl.program_id(0) + SENDER % TURNS * gl.num_programs(0), items, TURNS * gl.num_programs(0)):
         hop, block, tile = tile_at(item, m_tiles, n_tiles, 1 if EVERYWHERE else WORLD, INTERLEAVED, GROUP_M)
         for step in range(SHARE * GROUPS):
