@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from autotax.core.config import Config, Value
 from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
-from autotax.kernels.tiling import BLOCK_K, GROUP_ROWS, PART_ROWS
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.scaled import as_words
 from autotax.spaces import gemm_roles, scaled
@@ -21,8 +21,8 @@ BLOCKS_M, BLOCKS_N = (64, 128), (128, 256)
 EPILOGUE, WARPS = "epilogue", "warps"
 
 
-TWO_SENDERS = 2
-"""Warps that send where others add up. One sends a part while the other waits until its own is written."""
+PIECE, AHEAD = "piece", "ahead"
+"""Where other warps add up: each small piece is polled for, or one poll reads the flags of many larger ones."""
 FEW_REGISTERS = "groups of warps have too few registers for such a tile"
 FEWEST_ROWS = 128
 """Fewest rows of a replicated output that travel in tiles. Fewer travel as words."""
@@ -63,19 +63,16 @@ def _scattered(variant: str, problem: GemmReduceScatter, hardware: Hardware, sui
     orders = gemm.order_parameters(gathered(problem))["order"]
     usual, fits = _tiles(hardware)
     parameters = usual | {"order": orders, "adds": (EPILOGUE, WARPS)}
-    alone = Constraint(("adds", "senders"), lambda adds, senders: adds == WARPS or senders == 1, "an epilogue has one sender")
+    alone = Constraint(("adds", "polls"), lambda adds, polls: adds == WARPS or polls == PIECE, "an epilogue polls tile by tile")
     constraints = Constraint(("block_m", "block_n", "adds"), suits, FEW_REGISTERS), alone, fits
     tiles = _fastest(problem, hardware, lambda m, n: suits(m, n, EPILOGUE))
     ways = list(itertools.product((8, 4), orders[::-1]))
     # Every tile comes up: the estimate does not know how well a tile hides the transfers.
     points = [*itertools.product(tiles[:2], ways), *((tile, ways[0]) for tile in tiles[2:])]
-    seeds = [_seed(variant, hardware, *tile, group, order=order, adds=EPILOGUE) for tile, (group, order) in points]
-    apart = [
-        _seed(variant, hardware, *tile, ways[0][0], TWO_SENDERS, order=ways[0][1], adds=WARPS)
-        for tile in _fastest(problem, hardware, lambda m, n: suits(m, n, WARPS))
-    ]
-    seeds[1:1], seeds[3:3] = apart[:1], apart[1:]
-    return VariantSpace(variant, parameters, constraints, tuple(seeds), former={"adds": WARPS, "senders": 1})
+    seeds = [_seed(variant, hardware, tile, group, PIECE, order=order, adds=EPILOGUE) for tile, (group, order) in points]
+    apart = _fastest(problem, hardware, lambda m, n: suits(m, n, WARPS))[:2]
+    seeds[1:1] = [_seed(variant, hardware, tile, ways[0][0], AHEAD, order=ways[0][1], adds=WARPS) for tile in apart]
+    return VariantSpace(variant, parameters, constraints, tuple(seeds), former={"adds": WARPS, "polls": PIECE})
 
 
 def _replicated(variant: str, problem: GemmReduceScatter, hardware: Hardware, suits: Suits) -> VariantSpace | None:
@@ -86,9 +83,8 @@ def _replicated(variant: str, problem: GemmReduceScatter, hardware: Hardware, su
     parameters, fits = _tiles(hardware)
     tiles = _fastest(problem, hardware, lambda m, n: suits(m, n, WARPS))
     constraints = Constraint(("block_m", "block_n"), lambda m, n: suits(m, n, WARPS), FEW_REGISTERS), fits
-    seeds = [_seed(variant, hardware, *tile, group, TWO_SENDERS) for group in (8, 4) for tile in tiles]
-    seeds[2:2] = [_seed(variant, hardware, *tiles[0], 8)]
-    return VariantSpace(variant, parameters, constraints, tuple(seeds), former={"senders": 1})
+    seeds = [_seed(variant, hardware, tile, group, AHEAD) for group in (8, 4) for tile in tiles]
+    return VariantSpace(variant, parameters, constraints, tuple(seeds), former={"polls": PIECE})
 
 
 def _of_codes(
@@ -118,27 +114,19 @@ def _tiles(hardware: Hardware) -> tuple[dict[str, tuple[Value, ...]], Constraint
         "block_n": BLOCKS_N,
         "num_stages": gemm_roles.STAGES,
         "group_m": (1, 4, 8),
-        "senders": (1, TWO_SENDERS),
+        "polls": (PIECE, AHEAD),
     }
-    fits = lambda m, n, stages, senders: gemm_roles.fits(hardware, m, n, stages, _boxes(m, senders))  # noqa: E731
-    limit = Constraint(("block_m", "block_n", "num_stages", "senders"), fits, "the pipeline does not fit in shared memory")
-    return parameters, limit
+    fits = partial(gemm_roles.fits, hardware)
+    return parameters, Constraint(("block_m", "block_n", "num_stages"), fits, "the pipeline does not fit in shared memory")
 
 
-def _boxes(block_m: int, senders: int) -> int:
-    """The staging areas of a second sender as boxes of shared memory."""
-    return (senders - 1) * block_m * PART_ROWS // (GROUP_ROWS * BLOCK_K)
-
-
-def _fastest(
-    problem: GemmReduceScatter, hardware: Hardware, suits: Callable[[int, int], bool]
-) -> list[tuple[int, int]]:
+def _fastest(problem: GemmReduceScatter, hardware: Hardware, suits: Callable[[int, int], bool]) -> list[tuple[int, int]]:
     """The tiles, the fastest first."""
     like, tiles = gathered(problem), [tile for tile in itertools.product(BLOCKS_M, BLOCKS_N) if suits(*tile)]
     return sorted(tiles, key=lambda tile: gemm_roles.time_of(like, hardware.processors, *tile))
 
 
-def _seed(variant: str, hardware: Hardware, m: int, n: int, group: int, senders: int = 1, **others: Value) -> Config:
-    stages = gemm_roles.most_stages(hardware, m, n, _boxes(m, senders))
-    tile = {"block_m": m, "block_n": n, "num_stages": stages, "group_m": group, "senders": senders}
-    return Config.of(variant, tile | others)
+def _seed(variant: str, hardware: Hardware, sizes: tuple[int, int], group: int, polls: str, **others: Value) -> Config:
+    stages = gemm_roles.most_stages(hardware, *sizes)
+    tile = dict(zip(("block_m", "block_n", "num_stages", "group_m"), (*sizes, stages, group), strict=True))
+    return Config.of(variant, {**tile, "polls": polls, **others})

@@ -202,14 +202,14 @@ def test_warps_with_roles_that_multiply_codes_never_err(
     run(ranks, problem, default_with(problem, "scaled_specialized", k_groups=2, **sides))
 
 
-@pytest.mark.parametrize("adds", ["warps", "epilogue", "warps of two senders"])
+@pytest.mark.parametrize("adds", ["warps", "epilogue", "warps ahead"])
 @pytest.mark.parametrize("tile", [(64, 128, 5), (64, 256, 4), (128, 128, 4), (128, 256, 4)])
 def test_warps_with_roles_that_send_sums_never_err(ranks: Ranks, tile: tuple[int, int, int], adds: str) -> None:
     problem = GemmReduceScatter(301, 784, 1032, "bf16", "scattered", WORLD)
     run(ranks, problem, default_with(problem, "push_specialized", **adding(adds, tile)))
 
 
-@pytest.mark.parametrize("adds", ["warps", "epilogue", "warps of two senders"])
+@pytest.mark.parametrize("adds", ["warps", "epilogue", "warps ahead"])
 @pytest.mark.parametrize(
     ("scales", "k", "tile"),
     [
@@ -239,7 +239,7 @@ def test_warps_with_roles_that_send_fast_sums_never_err(ranks: Ranks, tile: tupl
     run(ranks, problem, default_with(problem, "scaled_specialized", **sides_of(tile), strip=0))
 
 
-@pytest.mark.parametrize("adds", ["warps", "warps of two senders"])
+@pytest.mark.parametrize("adds", ["warps", "warps ahead"])
 @pytest.mark.parametrize(
     ("dtype", "more", "tile"),
     [
@@ -273,11 +273,8 @@ def sides_of(tile: tuple[int, int, int]) -> dict[str, Value]:
 
 
 def adding(adds: str, tile: tuple[int, int, int]) -> dict[str, Value]:
-    """A tile and who adds its sums up. The staging areas of a second sender take the place of a stage of the widest tile."""
-    senders = 2 if adds == "warps of two senders" else 1
-    high, wide, stages = tile
-    fewer = senders == 2 and (high, wide) == (128, 256)
-    return {**sides_of((high, wide, stages - fewer)), "adds": adds.split()[0], "senders": senders}
+    """A tile, and who adds its sums up and how these warps poll."""
+    return {**sides_of(tile), "adds": adds.split()[0], "polls": "ahead" if adds == "warps ahead" else "piece"}
 
 
 @pytest.mark.parametrize("strip", [128, 256])

@@ -26,7 +26,7 @@ def place_of(out: np.ndarray, wide: int, epilogue: bool) -> View | Pointer:
 
 def run(
     world: int, sizes: list[int], n: int, tile: tuple[int, int], stages: int, epilogue: bool,
-    *, interleaved: bool, with_addends: bool, senders: int = 1, everywhere: bool = False,
+    *, interleaved: bool, with_addends: bool, ahead: bool = False, everywhere: bool = False,
 ) -> None:  # fmt: skip
     """Calls of sizes up to the first through the same inboxes and flags, all ranks side by side, compared with NumPy."""
     high, across = tile
@@ -34,7 +34,7 @@ def run(
     wide, room = min(128, across), ceil_div(sizes[0], owners)
     drawn = np.random.default_rng(world + n)
     boxes = [np.full((2 * world, room, n), np.nan, np.float16) for _ in range(world)]
-    flags = [np.zeros(ceil_div(room, high) * ceil_div(n, across) * senders * world, np.int32) for _ in range(world)]
+    flags = [np.zeros(ceil_div(room, high) * ceil_div(n, across) * world, np.int32) for _ in range(world)]
     call = plain(scatter_tiles)
 
     def normal(*shape: int) -> np.ndarray:
@@ -55,7 +55,7 @@ def run(
             args = (
                 View(inputs[number][rank], (64, 64)), View(weights[rank], (wide, 64)), views, None, out, *added,
                 Pointer(boxes[rank].reshape(-1)), flags, None, None, rank, number + 1, ceil_div(m, owners), K, room, n, m,
-                world, everywhere, interleaved, 4, "none", epilogue, senders, high // 64, across // wide, wide, stages, 1, "cuda",
+                world, everywhere, interleaved, 4, "none", epilogue, ahead, high // 64, across // wide, wide, stages, 1, "cuda",
             )  # fmt: skip
             together(programs_of(rank, PROGRAMS, call, args))
 
@@ -76,38 +76,37 @@ def run(
 
 
 @pytest.mark.sampled(by=lambda stages, adds, **_: {"stages": (stages, adds)})
-@pytest.mark.parametrize("adds", ["warps", "epilogue", "warps of two senders"])
+@pytest.mark.parametrize("adds", ["warps", "epilogue", "warps ahead"])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(("world", "stages", "sizes"), [(1, 3, [70, 1]), (2, 2, [300, 5, 300]), (3, 3, [280, 7, 7, 280])])
 def test_the_warps_compute_the_sum(tile: tuple[int, int], world: int, stages: int, sizes: list[int], adds: str) -> None:
-    senders = 2 if adds == "warps of two senders" else 1
     n, usual = tile[1] + 8, {"interleaved": world == 3, "with_addends": world != 2}
-    run(world, sizes, n, tile, stages, adds == "epilogue", senders=senders, **usual)
+    run(world, sizes, n, tile, stages, adds == "epilogue", ahead=adds == "warps ahead", **usual)
 
 
-@pytest.mark.sampled(by=lambda senders, world, **_: {"senders": (senders, world)})
-@pytest.mark.parametrize("senders", [1, 2])
+@pytest.mark.sampled(by=lambda ahead, world, **_: {"ahead": (ahead, world)})
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(("world", "stages", "sizes"), [(2, 2, [150, 5, 150]), (3, 3, [130, 7, 7, 130])])
 def test_all_ranks_get_the_sum_in_one_trip(
-    tile: tuple[int, int], world: int, stages: int, sizes: list[int], senders: int
+    tile: tuple[int, int], world: int, stages: int, sizes: list[int], ahead: bool
 ) -> None:
     n = tile[1] + 8
-    run(world, sizes, n, tile, stages, False, interleaved=False, with_addends=world == 3, senders=senders, everywhere=True)
+    run(world, sizes, n, tile, stages, False, interleaved=False, with_addends=world == 3, ahead=ahead, everywhere=True)
 
 
 @pytest.mark.parametrize("scales", ["row", *volume("block", "tensor")])
 @pytest.mark.parametrize(
-    ("tile", "strips", "epilogue", "senders"),
+    ("tile", "strips", "epilogue", "ahead"),
     [
-        ((64, 128), 1, False, 2), ((64, 128), 2, True, 1), ((64, 256), 0, True, 1),
-        *volume(((64, 256), 1, False, 2), ((128, 128), 2, False, 1), ((128, 128), 1, True, 1), ((128, 256), 2, True, 1)),
-        *volume(((128, 128), 0, False, 2)),
+        ((64, 128), 1, False, True), ((64, 128), 2, True, False), ((64, 256), 0, True, False),
+        *volume(((64, 256), 1, False, True), ((128, 128), 2, False, False), ((128, 128), 1, True, False)),
+        *volume(((128, 256), 2, True, False), ((128, 128), 0, False, True)),
     ],
     ids=str,
 )  # fmt: skip
 def test_the_warps_compute_the_sum_of_codes(
-    scales: str, tile: tuple[int, int], strips: int, epilogue: bool, senders: int
+    scales: str, tile: tuple[int, int], strips: int, epilogue: bool, ahead: bool
 ) -> None:
     """Two ranks, sizes that no tile divides, rows of padding; words of A and B are pairs of codes. Zero strips are fast sums."""
     (high, across), world, sizes, n, k, stages = tile, 2, [299, 5, 299], 272, 384 if strips == 1 else 512, max(2, 1 + strips)
@@ -116,7 +115,7 @@ def test_the_warps_compute_the_sum_of_codes(
     wide, room = min(128, across), ceil_div(sizes[0], world)
     draw = torch.Generator().manual_seed(n)
     boxes = [np.full((2 * world, room, n), np.nan, np.float16) for _ in range(world)]
-    flags = [np.zeros(ceil_div(room, high) * ceil_div(n, across) * senders * world, np.int32) for _ in range(world)]
+    flags = [np.zeros(ceil_div(room, high) * ceil_div(n, across) * world, np.int32) for _ in range(world)]
     call = plain(scatter_tiles)
 
     def operand(rows: int, weight: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,7 +140,7 @@ def test_the_warps_compute_the_sum_of_codes(
             args = (
                 words_of(a, 64), words_of(b, wide), views, of_all, out, None, None, None,
                 Pointer(boxes[rank].reshape(-1)), flags, None, None, rank, number + 1, ceil_div(m, world), k // 2, room, n, m,
-                world, False, False, 4, scales, epilogue, senders, high // 64, across // wide, wide, stages, strips, "cuda",
+                world, False, False, 4, scales, epilogue, ahead, high // 64, across // wide, wide, stages, strips, "cuda",
             )  # fmt: skip
             together(programs_of(rank, PROGRAMS, call, args))
 

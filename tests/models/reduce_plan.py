@@ -50,11 +50,11 @@ def reduce_plan(problem: GemmReduceScatter, config: Config) -> Plan:
         return Plan([[Task(rows=(0, problem.out_rows), columns=(0,))] for _ in range(world)], problem.out_rows)
     if config.variant == "push_one_shot":
         tasks, height, units = _specialized(problem, config)
-        return Plan(tasks, problem.out_rows, flags_across(problem, config), units)
+        return Plan(tasks, problem.out_rows, ceil_div(problem.n, config["block_n"]), units)
     plans = {"push": _fused, "pull_reduce": _fused, "push_specialized": _specialized, "decomposed": _decomposed}
     tasks, height, units = plans[config.variant](problem, config)
     lines = ceil_div(problem.shard_rows, height)
-    columns = flags_across(problem, config) if config.variant != "decomposed" else 1
+    columns = ceil_div(problem.n, config["block_n"]) if config.variant != "decomposed" else 1
     replicated = problem.output == "replicated"
     if replicated:
         for rank, own in enumerate(tasks):
@@ -184,19 +184,17 @@ def _fused(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]]
 
 
 def _specialized(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]], int, int]:
-    """Senders wait for nobody; adders take pieces of some rows, each behind the flags of all ranks for its part of a tile.
+    """Senders wait for nobody; adders take pieces of some rows, each behind the flags of all ranks for its tile.
 
-    Two senders set a flag for each part of a tile, one sender for the tile. In the epilogue a rank adds to each of its own tiles
-    what its peers have sent. In `push_one_shot` all ranks add up all rows.
+    In the epilogue a rank adds to each of its own tiles what its peers have sent. In `push_one_shot` all ranks add up all rows.
     """
     world, height, rows = problem.world_size, config["block_m"], problem.out_rows
     m_tiles, n_tiles = ceil_div(rows, height), ceil_div(problem.n, config["block_n"])
-    across = flags_across(problem, config)
-    per_tile, tall = across // n_tiles, ADDED_ROWS * config["senders"]
+    tall = ADDED_ROWS if config["polls"] == "piece" else (8192 if world <= 2 else 4096) // config["block_n"]
     down = height // tall
 
-    def flag(source: int, block: int, part: int) -> Flag:
-        return "tiles", (block * across + part) * world + source
+    def flag(source: int, block: int, tile: int) -> Flag:
+        return "tiles", (block * n_tiles + tile) * world + source
 
     tasks: list[list[Task]] = []
     for rank in range(world):
@@ -205,35 +203,27 @@ def _specialized(problem: GemmReduceScatter, config: Config) -> tuple[list[list[
         # Programs run side by side, one a processor, and each computes the tiles of others first.
         everywhere = config.variant == "push_one_shot"
         tiles = product(range(world), range(m_tiles), range(n_tiles)) if everywhere else _tiles(problem, config, rank)
-        in_turn = sorted(tiles, key=lambda tile: tile[0] == rank)
-        for owner, block, part in ((*tile[:2], tile[2] * per_tile + share) for tile in in_turn for share in range(per_tile)):
-            span = (block * across + part, block * across + part + 1)
+        for owner, block, tile in sorted(tiles, key=lambda tile: tile[0] == rank):
+            span = (block * n_tiles + tile, block * n_tiles + tile + 1)
             if owner != rank or not in_epilogue(config):
-                own.append(Task(sends=(Send(owner, flag(rank, block, part), span),)))
+                own.append(Task(sends=(Send(owner, flag(rank, block, tile), span),)))
                 continue
             peers = _order(rank, world)[:-1]
-            waits = tuple(Wait(peer, flag(peer, block, part), 1) for peer in peers)
+            waits = tuple(Wait(peer, flag(peer, block, tile), 1) for peer in peers)
             own.append(Task(waits, tuple((peer, span) for peer in peers)))
-            columns.setdefault((block * height, (block + 1) * height), []).append(part)
-        pieces = 0 if in_epilogue(config) else m_tiles * across * down
+            columns.setdefault((block * height, (block + 1) * height), []).append(tile)
+        pieces = 0 if in_epilogue(config) else m_tiles * n_tiles * down
         for piece in (piece for program in range(PROCESSORS) for piece in range(program, pieces, PROCESSORS)):
-            place = tiling.grouped(piece // (down * per_tile), m_tiles, n_tiles, config["group_m"])
-            block, part = place // n_tiles, place % n_tiles * per_tile + piece // down % per_tile
-            unit = block * across + part
-            waits = tuple(Wait(source, flag(source, block, part), 1) for source in range(world))
+            block, tile = divmod(tiling.grouped(piece // down, m_tiles, n_tiles, config["group_m"]), n_tiles)
+            unit = block * n_tiles + tile
+            waits = tuple(Wait(source, flag(source, block, tile), 1) for source in range(world))
             own.append(Task(waits, tuple((source, (unit, unit + 1)) for source in range(world))))
             first = block * height + piece % down * tall
-            columns.setdefault((first, first + tall), []).append(part)
+            columns.setdefault((first, first + tall), []).append(tile)
         for (first, last), tiles in columns.items():
             own.append(Task(rows=(min(first, rows), min(last, rows)), columns=tiles))
         tasks.append(own)
-    return tasks, height, m_tiles * across
-
-
-def flags_across(problem: GemmReduceScatter, config: Config) -> int:
-    """Flags of a row of tiles: one a tile, or with two senders one for each of its parts of at most PART_ROWS columns."""
-    per_tile = min(config.values.get("senders", 1), ceil_div(config["block_n"], tiling.PART_ROWS))
-    return ceil_div(problem.n, config["block_n"]) * per_tile
+    return tasks, height, m_tiles * n_tiles
 
 
 def in_epilogue(config: Config) -> bool:

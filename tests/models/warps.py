@@ -86,8 +86,6 @@ class Barrier:
 class Shared:
     """A block of shared memory."""
 
-    layout = None
-
     def __init__(self, memory: np.ndarray) -> None:
         self.memory, self.dtype, self.shape = memory, memory.dtype, memory.shape
 
@@ -228,6 +226,11 @@ def _wait_first(flags: list[np.ndarray], first: int, count: int, source: int, ep
         time.sleep(2e-5)
 
 
+def _raised(flags: list[np.ndarray], index: np.ndarray, epoch: int) -> Array:
+    seen = flags[here.rank][index]
+    return ((seen == epoch) | (seen == epoch + 1)).view(Array)
+
+
 def _missing(_: Any, source: int, *__: Any) -> None:
     raise AssertionError(f"rank {here.rank} gave up waiting for rank {source}")
 
@@ -306,6 +309,10 @@ def _arrive(barrier: Barrier, pred: Any = True) -> None:
         barrier.come(1, 0)
 
 
+def _minimum(one: Any, other: Any) -> Any:
+    return np.minimum(one, other).view(Array) if isinstance(one, np.ndarray) else min(one, other)
+
+
 def _maximum(one: Any, other: Any) -> Any:
     return np.maximum(one, other).view(Array) if isinstance(one, np.ndarray) else max(one, other)
 
@@ -323,7 +330,8 @@ def _of_rows(reduce: Callable[..., Any]) -> Callable[[Array, int], Array]:
 gluon_language = SimpleNamespace(
     program_id=lambda _: here.program, num_programs=lambda _: here.programs, static_range=range, static_assert=_nothing,
     cdiv=lambda a, b: -(-a // b), cast=lambda value, _: int(value), where=_where,
-    minimum=min, maximum=_maximum, max=_of_rows(np.max), sum=_of_rows(np.sum), exp2=np.exp2, log2=np.log2,
+    minimum=_minimum, maximum=_maximum, min=_of_rows(np.min), max=_of_rows(np.max),
+    sum=_of_rows(np.sum), exp2=np.exp2, log2=np.log2,
     convert_layout=lambda block, _: block, float8e4nv="codes",
     float32=np.float32, int64=np.int64, int32=np.int32, int16=np.int16,
     zeros=lambda shape, dtype, _: np.zeros(shape, dtype).view(Array), load=_load, store=_store,
@@ -337,7 +345,7 @@ FAKES: dict[str, Any] = {
     "mbarrier": SimpleNamespace(wait=Barrier.wait, arrive=_arrive, expect=_expect, init=_init, MBarrierLayout=_nothing),
     "tma": SimpleNamespace(store_wait=_store_wait),
     "warpgroup_mma": _product, "warpgroup_mma_wait": _products_wait, "fence_async_shared": _nothing, "settle": _nothing,
-    "load_block": _load_block, "store_block": _store_block, "wait_first": _wait_first, "count": _count,
+    "load_block": _load_block, "store_block": _store_block, "wait_first": _wait_first, "raised": _raised, "count": _count,
     "layout_of_words": _nothing,
     "reinterpret": lambda block, dtype, shape, _: (
         Codes(block.memory) if dtype == "codes" else Shared(block.memory.reshape(-1).view(dtype).reshape(shape))

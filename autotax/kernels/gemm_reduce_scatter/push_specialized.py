@@ -36,13 +36,13 @@ def push_specialized_kernel(
     a, b, box0, box1, box2, box3, box4, box5, box6, box7, out, bias, residual, added, box, flags, bases, control,
     rank, rows, cols, room, n, m,
     WORLD: gl.constexpr, EVERYWHERE: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, EPILOGUE: gl.constexpr,
-    SENDERS: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
+    AHEAD: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     epoch = gl.load(control + EPOCH)
     scatter_tiles(
         a, b, (box0, box1, box2, box3, box4, box5, box6, box7), None, out, bias, residual, added, box, flags, bases, control,
         rank, epoch, rows, cols, room, n, m,
-        WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, "none", EPILOGUE, SENDERS, GROUPS, PARTS, WIDE, STAGES, 1, TARGET,
+        WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, "none", EPILOGUE, AHEAD, GROUPS, PARTS, WIDE, STAGES, 1, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0), TARGET)
 
@@ -55,18 +55,17 @@ class PushSpecialized(Adding):
         super().__init__(problem, config, context)
         world, n = problem.world_size, problem.n
         self.room = self.rows_of(problem)
-        high, across, senders = config["block_m"], config["block_n"], config["senders"]
+        high, across = config["block_m"], config["block_n"]
         wide = min(across, PART_ROWS)
         self.box = context.heap.alloc((2, world, self.room, n), context.dtype(problem))
-        flags_of_tile = senders // ceil_div(senders, across // wide)
-        self.flags = context.flags(ceil_div(self.room, high) * ceil_div(n, across) * flags_of_tile * world)
+        self.flags = context.flags(ceil_div(self.room, high) * ceil_div(n, across) * world)
         inboxes = [context.heap.peer(self.box, (context.rank + hop) % world) for hop in range(world)]
         views = [self.view(inbox.view(2 * world, self.room, n), [1, GROUP_ROWS, wide]) for inbox in inboxes]
         self.boxes = padded(views, MOST_RANKS, None)
         self.wide, self.epilogue = wide, not self.EVERYWHERE and config["adds"] == "epilogue"
         self.constants = {
             "WORLD": world, "EVERYWHERE": self.EVERYWHERE, "INTERLEAVED": not self.EVERYWHERE and config["order"] == "interleaved",
-            "GROUP_M": config["group_m"], "EPILOGUE": self.epilogue, "SENDERS": senders,
+            "GROUP_M": config["group_m"], "EPILOGUE": self.epilogue, "AHEAD": config["polls"] == "ahead",
             "GROUPS": high // GROUP_ROWS, "PARTS": across // wide, "WIDE": wide, "STAGES": config["num_stages"],
             "num_warps": 4, "maxnreg": MOST_WITHOUT_ADDERS if self.epilogue else MOST_REGISTERS[high // GROUP_ROWS],
         }  # fmt: skip
@@ -103,7 +102,7 @@ def scaled_specialized_kernel(
     a, b, box0, box1, box2, box3, box4, box5, box6, box7, out, bias, residual, added, box, flags, bases, control,
     scales_a, stride_m, stride_g, scales_b, rank, rows, cols, room, n, m,
     WORLD: gl.constexpr, EVERYWHERE: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, EPILOGUE: gl.constexpr,
-    SENDERS: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
+    AHEAD: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
     TARGET: gl.constexpr,
 ):  # fmt: skip
     await_launch()
@@ -111,7 +110,7 @@ def scaled_specialized_kernel(
     scatter_tiles(
         a, b, (box0, box1, box2, box3, box4, box5, box6, box7), (scales_a, stride_m, stride_g, scales_b), out, bias, residual, added,
         box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
-        WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, SENDERS, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET,
+        WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, AHEAD, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0), TARGET)
 

@@ -1,14 +1,14 @@
 """The parts of `push_specialized`, `push_one_shot` and their scaled twins: what each warp of a program does. For Hopper, in Gluon.
 
 A tile of the partial sum is [GROUPS * 64, PARTS * WIDE]. Tiles of other owners come first, as in `product`. Each of one or two
-groups multiplies 64 rows by all columns, part by part. It rounds each part and stages it in shared memory. A sender stores staged
-parts in the owner's inbox (TMA), or in the inboxes of all ranks. When all of a tile is written there, it sets the flag to the
-number of the call. Two senders take turns with the parts. Each has staging areas of its own, so a group stages a part and a
-sender sends it while the other sender waits until its part is written. Each part of a tile then has a flag.
+groups multiplies 64 rows by all columns, part by part. It rounds each part and stages it in shared memory. The sender stores
+staged parts in the owner's inbox (TMA), or in those of all ranks. When all of a tile is written there, it sets the flag to the
+number of the call.
 
 Without EPILOGUE pieces of this rank's rows are distributed over the four adding warps of all programs, in the order in which tiles
-arrive. A poll takes a microsecond, so a separate warp polls. It waits for the flags of all ranks and signals the adders through
-the barrier `landed`. It runs at most one piece ahead (`taken`). With EPILOGUE the groups add to their own tiles what the poller
+arrive. A poll takes a microsecond, and six while the links are full. So a separate warp polls. It waits for the flags of all ranks
+and signals the adders through the barrier `landed`. It runs at most one piece ahead (`taken`). With AHEAD one poll reads the flags
+of many pieces, and pieces are larger. With EPILOGUE the groups add to their own tiles what the poller
 has loaded into the staging area. See docs/memory-model.md for why every wait ends.
 """
 
@@ -35,7 +35,9 @@ from autotax.kernels.primitives import flag_address, settle
 from autotax.kernels.scaled_roles import CODES, multiply_tile, with_scales
 
 PIECE_ROWS = gl.constexpr(16)
-"""Rows of a tile that are added up at a time, for each sender."""
+"""Rows of a tile that are added up at a time, where each is polled for."""
+PIECE_OF_TWO, PIECE_OF_MORE = gl.constexpr(8192), gl.constexpr(4096)
+"""Elements of a piece with AHEAD, of two or more ranks: adding warps have the registers to load so many of two or four at once."""
 
 
 @gluon.jit
@@ -74,15 +76,13 @@ def load_tiles(
 
 
 @gluon.jit
-def stage_part(part, areas, turn, GROUP: gl.constexpr, GROUPS: gl.constexpr, SENDERS: gl.constexpr, TARGET: gl.constexpr):
-    """Stages a group's turn-th part for the sender whose turn it is, once that sender has taken its previous part."""
-    stagings, staged, drained = areas
-    area = turn % SENDERS * GROUPS + GROUP
-    mbarrier.wait(drained.index(area), (turn // SENDERS & 1) ^ 1)
-    stagings.index(area).store(part.to(stagings.dtype))
+def stage_part(part, staging, staged, drained, turn, TARGET: gl.constexpr):
+    """Stages a part for the sender, once the sender has taken the previous part."""
+    mbarrier.wait(drained, (turn & 1) ^ 1)
+    staging.store(part.to(staging.dtype))
     fence_async_shared()
     settle(TARGET)
-    mbarrier.arrive(staged.index(area))
+    mbarrier.arrive(staged)
 
 
 @gluon.jit
@@ -131,9 +131,9 @@ def with_row_scales(total, of_a, inside, scales_b, col, n, SCALES: gl.constexpr)
 
 @gluon.jit
 def multiply_tiles(
-    GROUP: gl.constexpr, of_all, sums, n, m, areas, buffers, share,
-    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, EPILOGUE: gl.constexpr, SENDERS: gl.constexpr,
-    GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
+    GROUP: gl.constexpr, of_all, sums, n, m, stagings, staged, drained, buffers, share,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, EPILOGUE: gl.constexpr, GROUPS: gl.constexpr,
+    PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: multiplies its 64 rows of each tile of this program. Other warps load the operands and send the tile.
 
@@ -145,7 +145,7 @@ def multiply_tiles(
     turn = 0
     sent = 0
     reads = 0
-    staging = areas[0].index(GROUP)
+    staging = stagings.index(GROUP)
     if EPILOGUE:
         bias, residual, added, of_n, of_m, landed, taken = sums
         sums = bias, residual, added, of_n, of_m, landed.index(GROUP), taken.index(GROUP)
@@ -175,51 +175,45 @@ def multiply_tiles(
         if EPILOGUE:
             if hop == 0:
                 one, reads = with_peers(one, sums, staging, reads, first, col, rank, rows, WORLD, WIDE, TARGET)
-        stage_part(one, areas, sent, GROUP, GROUPS, SENDERS, TARGET)
+        stage_part(one, staging, staged.index(GROUP), drained.index(GROUP), sent, TARGET)
         if PARTS == 2:
             two = with_row_scales(two, of_a, inside, scales_b, col + WIDE, n, SCALES)
             if EPILOGUE:
                 if hop == 0:
                     two, reads = with_peers(two, sums, staging, reads, first, col + WIDE, rank, rows, WORLD, WIDE, TARGET)
-            stage_part(two, areas, sent + 1, GROUP, GROUPS, SENDERS, TARGET)
+            stage_part(two, staging, staged.index(GROUP), drained.index(GROUP), sent + 1, TARGET)
         sent += PARTS
 
 
 @gluon.jit
 def send_tiles(
-    boxes, out, areas, taken, flags, bases, rank, epoch, share,
+    boxes, out, stagings, staged, drained, taken, flags, bases, rank, epoch, share,
     WORLD: gl.constexpr, EVERYWHERE: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, EPILOGUE: gl.constexpr,
-    SENDER: gl.constexpr, SENDERS: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
+    GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """A sender. `boxes` are views [2 * WORLD, rows, n] of the inboxes by hop; flags are [row of tiles, tile, flag, source].
+    """The sender. `boxes` are views [2 * WORLD, rows, n] of the inboxes by hop; flags are [row of tiles, tile, source].
 
-    Two senders take turns with the parts of a tile, or with the tiles where these have one part. With EVERYWHERE a tile goes to
-    all ranks. With EPILOGUE this rank's tiles are whole sums. They go to `out`, a view of C [1, rows, n], and no flag is set for
-    them. The sender tells the poller when the staging area is free for what the peers have sent of such a tile.
+    With EVERYWHERE a tile goes to all ranks. With EPILOGUE this rank's tiles are whole sums. They go to `out`, a
+    view of C [1, rows, n], and no flag is set for them. The sender tells the poller when the staging area is free for what the peers
+    have sent of such a tile.
     """
     items, _, _, _, m_tiles, n_tiles = share
-    stagings, staged, drained = areas
     layout: gl.constexpr = boxes[0].layout
     dtype: gl.constexpr = boxes[0].dtype
-    TURNS: gl.constexpr = (SENDERS + PARTS - 1) // PARTS
-    FLAGS: gl.constexpr = SENDERS // TURNS
-    SHARE: gl.constexpr = PARTS // FLAGS
-    FIRST: gl.constexpr = SENDER % FLAGS * SHARE
     remote = (WORLD - 1) * m_tiles * n_tiles
     sent = 0
     if EPILOGUE:
-        for free in gl.static_range(GROUPS):
-            mbarrier.arrive(taken.index(free), pred=(gl.program_id(0) >= remote) & (gl.program_id(0) < items))
-    for item in range(gl.program_id(0) + SENDER % TURNS * gl.num_programs(0), items, TURNS * gl.num_programs(0)):
+        for area in gl.static_range(GROUPS):
+            mbarrier.arrive(taken.index(area), pred=(gl.program_id(0) >= remote) & (gl.program_id(0) < items))
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
         hop, block, tile = tile_at(item, m_tiles, n_tiles, 1 if EVERYWHERE else WORLD, INTERLEAVED, GROUP_M)
-        for step in range(SHARE * GROUPS):
+        for step in range(PARTS * GROUPS):
             part = step // GROUPS
             group = step % GROUPS
-            area = SENDER * GROUPS + group
-            mbarrier.wait(staged.index(area), (sent + part) & 1)
+            mbarrier.wait(staged.index(group), (sent + part) & 1)
             row = (block * GROUPS + group) * X_ROWS
-            col = (tile * PARTS + FIRST + part) * WIDE
-            stage = reinterpret(stagings.index(area), dtype, [1, 1, X_ROWS, WIDE], layout).index(0)
+            col = (tile * PARTS + part) * WIDE
+            stage = reinterpret(stagings.index(group), dtype, [1, 1, X_ROWS, WIDE], layout).index(0)
             for to in gl.static_range(WORLD):
                 if EVERYWHERE:
                     store_block(boxes[to], [(epoch & 1) * WORLD + rank, row, col], stage)
@@ -229,18 +223,18 @@ def send_tiles(
                     else:
                         store_block(boxes[to], [(epoch & 1) * WORLD + rank, row, col], stage)
             tma.store_wait(0)  # until the staged part has been read
-            mbarrier.arrive(drained.index(area))
+            mbarrier.arrive(drained.index(group))
             if EPILOGUE:
                 following = gl.where(part < PARTS - 1, item, item + gl.num_programs(0))
                 mbarrier.arrive(taken.index(group), pred=(following >= remote) & (following < items))
-        sent += SHARE
-        # Waits until the parts are written, not only read. The proxy fence then orders them before the flags.
+        sent += PARTS
+        # Waits until the tile is written, not only read. The proxy fence then orders it before the flag.
         gl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0;\nfence.proxy.async;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
         settle(TARGET)
         gl.inline_asm_elementwise("fence.acq_rel.sys;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        index = ((block * n_tiles + tile) * FLAGS + SENDER % FLAGS) * WORLD + rank
+        index = (block * n_tiles + tile) * WORLD + rank
         if EVERYWHERE:
             for to in gl.static_range(WORLD):
                 gl.atomic_xchg(flag_address(flags, index, bases, rank, (rank + to) % WORLD), epoch, sem="relaxed", scope="sys")
@@ -249,26 +243,69 @@ def send_tiles(
 
 
 @gluon.jit
-def piece_at(piece, m_tiles, n_tiles, GROUP_M: gl.constexpr, HIGH: gl.constexpr, TALL: gl.constexpr, FLAGS: gl.constexpr):
-    """Returns (row of tiles, flag of the row, first row in the tile) of the piece-th piece, of TALL rows, of this rank's rows."""
+def piece_at(piece, m_tiles, n_tiles, GROUP_M: gl.constexpr, HIGH: gl.constexpr, TALL: gl.constexpr):
+    """Returns (row of tiles, tile of the row, first row in the tile) of the piece-th piece, of TALL rows, of this rank's rows."""
     down: gl.constexpr = HIGH // TALL
-    place = grouped(piece // (down * FLAGS), m_tiles, n_tiles, GROUP_M)
-    return place // n_tiles, place % n_tiles * FLAGS + piece // down % FLAGS, piece % down * TALL
+    place = grouped(piece // down, m_tiles, n_tiles, GROUP_M)
+    return place // n_tiles, place % n_tiles, piece % down * TALL
+
+
+@gluon.jit
+def raised(flags, index, epoch):
+    """Which flags have reached the epoch. Each lane of a warp reads one."""
+    address = flags.to(gl.int64) + 4 * index
+    seen = gl.inline_asm_elementwise("ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+    return (seen == epoch) | (seen == epoch + 1)  # see `roles.look`
+
+
+@gluon.jit
+def look_ahead(
+    flags, piece, pieces, epoch, m_tiles, n_tiles,
+    WORLD: gl.constexpr, GROUP_M: gl.constexpr, DOWN: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """Returns how many pieces of this program, from this one on, have arrived from all ranks without a gap: 32 // WORLD at most."""
+    MOST: gl.constexpr = 32 // WORLD
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    tile = gl.minimum(piece + lane // WORLD * gl.num_programs(0), pieces - 1) // DOWN
+    first = tile // (GROUP_M * n_tiles) * GROUP_M  # as in `tiling.grouped`
+    height = gl.minimum(m_tiles - first, GROUP_M)
+    within = tile - first * n_tiles
+    index = ((first + within % height) * n_tiles + within // height) * WORLD + lane % WORLD
+    arrived = gl.min(gl.where(raised(flags, index, epoch), MOST, lane // WORLD), 0)
+    settle(TARGET)  # the lane that signals the adders is not the one that has read the flag
+    return gl.minimum(arrived, MOST)
+
+
+@gluon.jit
+def wait_tile(flags, first, epoch, control, WORLD: gl.constexpr, TARGET: gl.constexpr):
+    """Waits until a tile has arrived from all ranks."""
+    ready = 0
+    while ready < WORLD:
+        ready += wait_first(flags, first + ready, WORLD - ready, ready, epoch, control, 1, TARGET)
 
 
 @gluon.jit
 def poll_tiles(
     flags, epoch, control, landed, taken, share,
-    WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, TALL: gl.constexpr, FLAGS: gl.constexpr, TARGET: gl.constexpr,
+    WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, TALL: gl.constexpr, AHEAD: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """The poller: for each piece, waits until the tiles of all ranks have arrived, or the parts of tiles if these have flags."""
+    """The poller: for each piece, waits until the tiles of all ranks have arrived."""
     _, _, _, _, m_tiles, n_tiles = share
+    pieces = m_tiles * n_tiles * (HIGH // TALL)
     turn = 0
-    for piece in range(gl.program_id(0), m_tiles * n_tiles * (HIGH // TALL * FLAGS), gl.num_programs(0)):
-        block, flag, _ = piece_at(piece, m_tiles, n_tiles, GROUP_M, HIGH, TALL, FLAGS)
-        ready = 0
-        while ready < WORLD:
-            ready += wait_first(flags, (block * (n_tiles * FLAGS) + flag) * WORLD + ready, WORLD - ready, ready, epoch, control, 1, TARGET)
+    more = 0  # pieces behind this one that are known to have arrived
+    for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        block, tile, _ = piece_at(piece, m_tiles, n_tiles, GROUP_M, HIGH, TALL)
+        first = (block * n_tiles + tile) * WORLD
+        if AHEAD:
+            more -= 1
+            if more < 0:
+                more = look_ahead(flags, piece, pieces, epoch, m_tiles, n_tiles, WORLD, GROUP_M, HIGH // TALL, TARGET) - 1
+                if more < 0:
+                    wait_tile(flags, first, epoch, control, WORLD, TARGET)
+                    more = 0
+        else:
+            wait_tile(flags, first, epoch, control, WORLD, TARGET)
         mbarrier.wait(taken, (turn & 1) ^ 1)
         mbarrier.arrive(landed)
         turn += 1  # noqa: SIM113
@@ -307,20 +344,17 @@ def poll_peers(
 @gluon.jit
 def add_tiles(
     out, bias, residual, added, box, room, n, m, epoch, landed, taken, share,
-    WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, TALL: gl.constexpr, FLAGS: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
+    WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, TALL: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """The adders: add in float32 and in the order of the ranks. `box` is [2, WORLD, room, n], n a multiple of 8.
-
-    A flag is for WIDE columns.
-    """
+    """The adders: add in float32 and in the order of the ranks. `box` is [2, WORLD, room, n], n a multiple of 8."""
     _, rank, rows, _, m_tiles, n_tiles = share
     n = n // 8 * 8  # shows the compiler the alignment
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [4, 1], [1, 0])
     turn = 0
-    for piece in range(gl.program_id(0), m_tiles * n_tiles * (HIGH // TALL * FLAGS), gl.num_programs(0)):
-        block, flag, within = piece_at(piece, m_tiles, n_tiles, GROUP_M, HIGH, TALL, FLAGS)
+    for piece in range(gl.program_id(0), m_tiles * n_tiles * (HIGH // TALL), gl.num_programs(0)):
+        block, tile, within = piece_at(piece, m_tiles, n_tiles, GROUP_M, HIGH, TALL)
         r = block * HIGH + within + gl.arange(0, TALL, layout=gl.SliceLayout(1, layout))
-        c = flag * WIDE + gl.arange(0, WIDE, layout=gl.SliceLayout(0, layout))
+        c = tile * WIDE + gl.arange(0, WIDE, layout=gl.SliceLayout(0, layout))
         inside = (r < rows)[:, None] & (c < n)[None, :]
         at = r.to(gl.int64)[:, None] * n + c[None, :]
         mbarrier.wait(landed, turn & 1)
@@ -340,7 +374,7 @@ def add_tiles(
 def scatter_tiles(
     a, b, boxes, of_all, out, bias, residual, added, box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
     WORLD: gl.constexpr, EVERYWHERE: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, SCALES: gl.constexpr, EPILOGUE: gl.constexpr,
-    SENDERS: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
+    AHEAD: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
     TARGET: gl.constexpr,
 ):  # fmt: skip
     """A program's part of a call. `a` [m, cols] and `b` [n, cols] are TMA descriptors of the blocks of a group and of a part.
@@ -350,20 +384,15 @@ def scatter_tiles(
     """
     OWNERS: gl.constexpr = 1 if EVERYWHERE else WORLD
     HIGH: gl.constexpr = GROUPS * X_ROWS
-    AREAS: gl.constexpr = SENDERS * GROUPS
-    FLAGS: gl.constexpr = SENDERS // ((SENDERS + PARTS - 1) // PARTS)
-    TALL: gl.constexpr = SENDERS * PIECE_ROWS
-    ACROSS: gl.constexpr = PARTS // FLAGS * WIDE
+    TALL: gl.constexpr = (PIECE_OF_TWO if WORLD <= 2 else PIECE_OF_MORE) // (PARTS * WIDE) if AHEAD else PIECE_ROWS
     m_tiles = gl.cdiv(rows, HIGH)
     n_tiles = gl.cdiv(n, PARTS * WIDE)
     buffers, stagings = allocate(a, boxes[0], 1, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1)
-    if SENDERS > 1:  # those of one sender are not used then, and take no memory
-        stagings = gl.allocate_shared_memory(stagings.dtype, [AREAS, X_ROWS, WIDE], stagings.layout)
-    staged = gl.allocate_shared_memory(gl.int64, [AREAS, 1], mbarrier.MBarrierLayout())
-    drained = gl.allocate_shared_memory(gl.int64, [AREAS, 1], mbarrier.MBarrierLayout())
-    for area in gl.static_range(AREAS):
-        mbarrier.init(staged.index(area), count=1)
-        mbarrier.init(drained.index(area), count=1)
+    staged = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    drained = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(staged.index(group), count=1)
+        mbarrier.init(drained.index(group), count=1)
     if EPILOGUE:
         landed = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
         taken = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
@@ -378,16 +407,14 @@ def scatter_tiles(
     fence_async_shared()
     share = (OWNERS * m_tiles * n_tiles, 0 if EVERYWHERE else rank, rows, cols, m_tiles, n_tiles)
     sums = (bias, residual, added, n, m, landed, taken)
-    areas = (stagings, staged, drained)
     # Written out, because the list of functions must be a literal in the call. The last numbers are registers per thread.
     gl.static_assert(GROUPS <= 2)
-    gl.static_assert(SENDERS == 1 or (SENDERS == 2 and not EPILOGUE))
     if EPILOGUE and GROUPS == 1:
         gl.warp_specialize(
             [
-                (multiply_tiles, (0, of_all, sums, n, m, areas, buffers, share, OWNERS, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, SENDERS, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
+                (multiply_tiles, (0, of_all, sums, n, m, stagings, staged, drained, buffers, share, OWNERS, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
                 (load_tiles, (a, b, buffers, share, OWNERS, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
-                (send_tiles, (boxes, out, areas, taken, flags, bases, rank, epoch, share, WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, EPILOGUE, 0, SENDERS, GROUPS, PARTS, WIDE, TARGET)),
+                (send_tiles, (boxes, out, stagings, staged, drained, taken, flags, bases, rank, epoch, share, WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, EPILOGUE, GROUPS, PARTS, WIDE, TARGET)),
                 (poll_peers, (boxes[0], stagings, flags, epoch, control, landed, taken, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
             ],
             [1, 1, 1],
@@ -396,64 +423,37 @@ def scatter_tiles(
     elif EPILOGUE:
         gl.warp_specialize(
             [
-                (multiply_tiles, (0, of_all, sums, n, m, areas, buffers, share, OWNERS, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, SENDERS, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
-                (multiply_tiles, (1, of_all, sums, n, m, areas, buffers, share, OWNERS, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, SENDERS, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
+                (multiply_tiles, (0, of_all, sums, n, m, stagings, staged, drained, buffers, share, OWNERS, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
+                (multiply_tiles, (1, of_all, sums, n, m, stagings, staged, drained, buffers, share, OWNERS, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
                 (load_tiles, (a, b, buffers, share, OWNERS, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
-                (send_tiles, (boxes, out, areas, taken, flags, bases, rank, epoch, share, WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, EPILOGUE, 0, SENDERS, GROUPS, PARTS, WIDE, TARGET)),
+                (send_tiles, (boxes, out, stagings, staged, drained, taken, flags, bases, rank, epoch, share, WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, EPILOGUE, GROUPS, PARTS, WIDE, TARGET)),
                 (poll_peers, (boxes[0], stagings, flags, epoch, control, landed, taken, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
             ],
             [4, 1, 1, 1],
             [224, 56, 56, 56],
         )  # fmt: skip
-    elif GROUPS == 1 and SENDERS == 1:
+    elif GROUPS == 1:
         gl.warp_specialize(
             [
-                (multiply_tiles, (0, of_all, sums, n, m, areas, buffers, share, OWNERS, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, SENDERS, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
-                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, landed, taken, share, WORLD, GROUP_M, HIGH, TALL, FLAGS, ACROSS, TARGET)),
+                (multiply_tiles, (0, of_all, sums, n, m, stagings, staged, drained, buffers, share, OWNERS, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, landed, taken, share, WORLD, GROUP_M, HIGH, TALL, PARTS * WIDE, TARGET)),
                 (load_tiles, (a, b, buffers, share, OWNERS, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
-                (send_tiles, (boxes, out, areas, taken, flags, bases, rank, epoch, share, WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, EPILOGUE, 0, SENDERS, GROUPS, PARTS, WIDE, TARGET)),
-                (poll_tiles, (flags, epoch, control, landed, taken, share, WORLD, GROUP_M, HIGH, TALL, FLAGS, TARGET)),
+                (send_tiles, (boxes, out, stagings, staged, drained, taken, flags, bases, rank, epoch, share, WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, EPILOGUE, GROUPS, PARTS, WIDE, TARGET)),
+                (poll_tiles, (flags, epoch, control, landed, taken, share, WORLD, GROUP_M, HIGH, TALL, AHEAD, TARGET)),
             ],
             [4, 1, 1, 1],
             [184, 88, 88, 88],
         )  # fmt: skip
-    elif GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (multiply_tiles, (0, of_all, sums, n, m, areas, buffers, share, OWNERS, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, SENDERS, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
-                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, landed, taken, share, WORLD, GROUP_M, HIGH, TALL, FLAGS, ACROSS, TARGET)),
-                (load_tiles, (a, b, buffers, share, OWNERS, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
-                (send_tiles, (boxes, out, areas, taken, flags, bases, rank, epoch, share, WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, EPILOGUE, 0, SENDERS, GROUPS, PARTS, WIDE, TARGET)),
-                (send_tiles, (boxes, out, areas, taken, flags, bases, rank, epoch, share, WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, EPILOGUE, 1, SENDERS, GROUPS, PARTS, WIDE, TARGET)),
-                (poll_tiles, (flags, epoch, control, landed, taken, share, WORLD, GROUP_M, HIGH, TALL, FLAGS, TARGET)),
-            ],
-            [4, 1, 1, 1, 1],
-            [184, 88, 88, 88, 88],
-        )  # fmt: skip
-    elif SENDERS == 1:
-        gl.warp_specialize(
-            [
-                (multiply_tiles, (0, of_all, sums, n, m, areas, buffers, share, OWNERS, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, SENDERS, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
-                (multiply_tiles, (1, of_all, sums, n, m, areas, buffers, share, OWNERS, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, SENDERS, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
-                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, landed, taken, share, WORLD, GROUP_M, HIGH, TALL, FLAGS, ACROSS, TARGET)),
-                (load_tiles, (a, b, buffers, share, OWNERS, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
-                (send_tiles, (boxes, out, areas, taken, flags, bases, rank, epoch, share, WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, EPILOGUE, 0, SENDERS, GROUPS, PARTS, WIDE, TARGET)),
-                (poll_tiles, (flags, epoch, control, landed, taken, share, WORLD, GROUP_M, HIGH, TALL, FLAGS, TARGET)),
-            ],
-            [4, 4, 1, 1, 1],
-            [176, 104, 56, 56, 56],
-        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (multiply_tiles, (0, of_all, sums, n, m, areas, buffers, share, OWNERS, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, SENDERS, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
-                (multiply_tiles, (1, of_all, sums, n, m, areas, buffers, share, OWNERS, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, SENDERS, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
-                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, landed, taken, share, WORLD, GROUP_M, HIGH, TALL, FLAGS, ACROSS, TARGET)),
+                (multiply_tiles, (0, of_all, sums, n, m, stagings, staged, drained, buffers, share, OWNERS, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
+                (multiply_tiles, (1, of_all, sums, n, m, stagings, staged, drained, buffers, share, OWNERS, INTERLEAVED, GROUP_M, SCALES, EPILOGUE, GROUPS, PARTS, WIDE, STAGES, STRIPS, TARGET)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, landed, taken, share, WORLD, GROUP_M, HIGH, TALL, PARTS * WIDE, TARGET)),
                 (load_tiles, (a, b, buffers, share, OWNERS, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
-                (send_tiles, (boxes, out, areas, taken, flags, bases, rank, epoch, share, WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, EPILOGUE, 0, SENDERS, GROUPS, PARTS, WIDE, TARGET)),
-                (send_tiles, (boxes, out, areas, taken, flags, bases, rank, epoch, share, WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, EPILOGUE, 1, SENDERS, GROUPS, PARTS, WIDE, TARGET)),
-                (poll_tiles, (flags, epoch, control, landed, taken, share, WORLD, GROUP_M, HIGH, TALL, FLAGS, TARGET)),
+                (send_tiles, (boxes, out, stagings, staged, drained, taken, flags, bases, rank, epoch, share, WORLD, EVERYWHERE, INTERLEAVED, GROUP_M, EPILOGUE, GROUPS, PARTS, WIDE, TARGET)),
+                (poll_tiles, (flags, epoch, control, landed, taken, share, WORLD, GROUP_M, HIGH, TALL, AHEAD, TARGET)),
             ],
-            [4, 4, 1, 1, 1, 1],
-            [176, 104, 56, 56, 56, 56],
+            [4, 4, 1, 1, 1],
+            [176, 104, 56, 56, 56],
         )  # fmt: skip
