@@ -8,22 +8,23 @@ from dataclasses import replace
 from functools import partial
 
 from autotax.core.config import Config, Value
+from autotax.core.problem import ceil_div
 from autotax.core.space import Constraint, VariantSpace
-from autotax.hardware import Hardware
+from autotax.hardware import LINK_GBPS, Hardware
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.scaled import as_words
 from autotax.spaces import gemm_roles, scaled
 from autotax.spaces import gemm_tiles as gemm
-from autotax.spaces.gemm_reduce_scatter import gathered
+from autotax.spaces.gemm_reduce_scatter import USUAL_GBPS, gathered
 
 BLOCKS_M, BLOCKS_N = (64, 128), (128, 256)
 """Rows for one or two warp groups, and columns for one or two parts."""
 EPILOGUE, WARPS = "epilogue", "warps"
-
-
 PIECE, AHEAD = "piece", "ahead"
 """Where other warps add up: each small piece is polled for, or one poll reads the flags of many larger ones."""
 FEW_REGISTERS = "groups of warps have too few registers for such a tile"
+CYCLES_PER_US = 1500
+"""Clock of an H200 at full load, roughly."""
 FEWEST_ROWS = 128
 """Fewest rows of a replicated output that travel in tiles. Fewer travel as words."""
 MOST_OF_ONE_SHOT = 4
@@ -81,8 +82,9 @@ def _replicated(variant: str, problem: GemmReduceScatter, hardware: Hardware, su
     if not suited or not gemm_roles.have_roles(problem, hardware):
         return None
     parameters, fits = _tiles(hardware)
-    tiles = _fastest(problem, hardware, lambda m, n: suits(m, n, WARPS))
     constraints = Constraint(("block_m", "block_n"), lambda m, n: suits(m, n, WARPS), FEW_REGISTERS), fits
+    tiles = _fastest(problem, hardware, lambda m, n: suits(m, n, WARPS))
+    tiles.sort(key=lambda tile: _one_trip_us(problem, hardware, *tile))
     seeds = [_seed(variant, hardware, tile, group, AHEAD) for group in (8, 4) for tile in tiles]
     return VariantSpace(variant, parameters, constraints, tuple(seeds), former={"polls": PIECE})
 
@@ -124,6 +126,18 @@ def _fastest(problem: GemmReduceScatter, hardware: Hardware, suits: Callable[[in
     """The tiles, the fastest first."""
     like, tiles = gathered(problem), [tile for tile in itertools.product(BLOCKS_M, BLOCKS_N) if suits(*tile)]
     return sorted(tiles, key=lambda tile: gemm_roles.time_of(like, hardware.processors, *tile))
+
+
+def _one_trip_us(problem: GemmReduceScatter, hardware: Hardware, m: int, n: int) -> float:
+    """Estimated microseconds of a product whose tiles go to all ranks. Nothing hides the last wave's transfers, and the links have
+    nothing to do while the first tile is multiplied.
+    """
+    tiles = ceil_div(problem.m, m) * ceil_div(problem.n, n)
+    waves = ceil_div(tiles, hardware.processors)
+    product = gemm_roles.time_of(gathered(problem), hardware.processors, m, n) / CYCLES_PER_US
+    sent = (problem.world_size - 1) * problem.item_size / (LINK_GBPS.get(hardware.device, USUAL_GBPS) * 1e3)
+    last = (tiles - (waves - 1) * hardware.processors) * m * n * sent
+    return max(product + last, product / waves + problem.m * problem.n * sent)
 
 
 def _seed(variant: str, hardware: Hardware, sizes: tuple[int, int], group: int, polls: str, **others: Value) -> Config:
