@@ -355,15 +355,15 @@ def _stamped(traced: Timeline) -> Table:
     """Where the time of programs and of the roles of their warps went."""
     about = (
         "one eager call of stamped kernels, device's clock; a role: programs of a kernel, or warps in them",
-        "us: of one on average; ends us: of the last, in the call",
+        "microseconds; us: of one on average; ends: of the last, in the call; for: what it waits for longest",
         str(traced.config),
     )
     table = grid(f"{title(traced.problem)}: {traced.config.variant}", *about, place(traced.hardware))
-    columns(table, "rank>", "shipped us>", "stamped us>", "role", "us>", "ends us>", "send>", "wait>")
+    columns(table, "rank>", "shipped>", "stamped>", "role", "us>", "ends>", "send>", "wait>", "for")
     for rank, shipped in enumerate(traced.shipped_us):
         of_call = str(rank), microseconds(shipped), microseconds(traced.call_us(rank))
         of_roles = [
-            (role.name, *map(microseconds, (role.us, role.end_us)), *map(share, (role.send, role.wait)))
+            (role.name, *map(microseconds, (role.us, role.end_us)), *map(share, (role.send, role.wait)), _cause(role.longest))
             for role in traced.roles(rank)
         ]
         first, *others = of_roles or [("none of Triton's",)]
@@ -371,6 +371,11 @@ def _stamped(traced: Timeline) -> Table:
         for row in others:
             table.add_row("", "", "", *row)
     return table
+
+
+def _cause(wait: str) -> str:
+    """The name of a wait without the word wait: `drained` of `wait for drained`, `rows` of `wait_rows`."""
+    return wait.removeprefix("wait for ").removeprefix("wait_")
 
 
 def answer(problem: Problem, hardware: Hardware, answer_: Answer) -> Table:

@@ -2,14 +2,15 @@
 
 While `stamping` is on, Triton compiles kernels with instructions that write down the time. These instructions stand at the begin
 and the end of each program and of each role of its warps (warp specialisation). They also stand around each call of a device
-function that waits or sends. Sources of kernels are not changed. The first lane of each warp writes its own record, so warps
-neither share data nor wait. A stamped kernel is slower than the normal one.
+function that waits or sends, and around waits of roles for each other. Sources of kernels are not changed. The first lane of each
+warp writes its own record, so warps neither share data nor wait. A stamped kernel is slower than the normal one.
 
 The clock is PTX's %globaltimer, in nanoseconds; its resolution depends on the GPU.
 """
 
 from __future__ import annotations
 
+import ast
 import gc
 import tempfile
 from collections import defaultdict
@@ -26,6 +27,8 @@ from triton.runtime.jit import JITFunction
 
 RECORDS = 1 << 20
 """Most records of a call. Later ones are only counted."""
+OPERANDS = "full", "empty"
+"""Ends of the names of barriers of operand buffers. Waits for them are not recorded: they come with each block of K."""
 RECORD = 4
 """Words of 8 bytes: the time; program and warp; code and processor; one that is free. The header is as long."""
 # $0 is the result that Triton requires of an inline assembly expression. The first word of the header counts the records.
@@ -134,6 +137,17 @@ def spans_of(rows: torch.Tensor, marks: Sequence[Mark]) -> list[Span]:
     return sorted(spans, key=lambda span: (span.begin_ns, -span.end_ns))
 
 
+def waited_for(call: ast.Call) -> str:
+    """What a call of Gluon waits for, as the name of a slice: a barrier or TMA's stores. Empty for other calls."""
+    match call:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="tma"), attr="store_wait")):
+            return "wait for stores"
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="mbarrier"), attr="wait"), args=[barrier, *_]):
+            name = ast.unparse(barrier).partition(".")[0]
+            return "" if name.endswith(OPERANDS) else f"wait for {name}"
+    return ""
+
+
 def forget_compiled() -> None:
     """Makes this process compile each kernel again, or read it from Triton's cache, at its next launch."""
     for item in gc.get_objects():
@@ -144,9 +158,10 @@ def forget_compiled() -> None:
 @contextmanager
 def stamping(stamps: Stamps, chosen: Callable[[str], bool]) -> Iterator[None]:
     """Stamps kernels launched inside: their roles, and calls of `chosen` device functions. Triton's cache stays as it was."""
-    usual_call, usual_body, usual_return = (
-        CodeGenerator.call_JitFunction, CodeGenerator.visit_compound_statement, CodeGenerator.visit_Return
-    )  # fmt: skip
+    patched: Any = CodeGenerator
+    names = "call_JitFunction", "visit_Call", "visit_compound_statement", "visit_Return"
+    usual = {name: getattr(CodeGenerator, name) for name in names}
+    usual_call, usual_builtin, usual_body, usual_return = usual.values()
     kernel = ""
     roles: set[str] = set()
 
@@ -168,6 +183,15 @@ def stamping(stamps: Stamps, chosen: Callable[[str], bool]) -> Iterator[None]:
         stamp(generator, name, True, role)
         return result
 
+    def builtin(generator: Any, node: ast.Call) -> Any:
+        caller = generator.jit_fn.__name__
+        if not (name := waited_for(node)) or (chosen(caller) and caller not in roles):
+            return usual_builtin(generator, node)
+        stamp(generator, name, False)
+        result = usual_builtin(generator, node)
+        stamp(generator, name, True)
+        return result
+
     def body(generator: Any, statements: Any) -> Any:
         nonlocal kernel
         if not generator.is_kernel or hasattr(generator, "_autotax_stamped"):
@@ -184,13 +208,14 @@ def stamping(stamps: Stamps, chosen: Callable[[str], bool]) -> Iterator[None]:
             stamp(generator, "", True)
         return usual_return(generator, node)
 
-    patched: Any = CodeGenerator
-    patched.call_JitFunction, patched.visit_compound_statement, patched.visit_Return = call, body, leave
+    for name, function in zip(names, (call, builtin, body, leave), strict=True):
+        setattr(patched, name, function)
     forget_compiled()
     try:
         with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope():
             triton.knobs.cache.dir = cache
             yield
     finally:
-        patched.call_JitFunction, patched.visit_compound_statement, patched.visit_Return = usual_call, usual_body, usual_return
+        for name, function in usual.items():
+            setattr(patched, name, function)
         forget_compiled()

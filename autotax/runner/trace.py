@@ -70,7 +70,9 @@ class Role:
     """The end of the last program, from the begin of the call."""
     send: float
     wait: float
-    """`send` and `wait` are shares of their time. Waits of roles for each other are not stamped."""
+    """`send` and `wait` are shares of their time. Waits for operand buffers are not stamped."""
+    longest: str = ""
+    """The waits that take longest together, by their name."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,12 @@ def _us(slices: Sequence[Slice], kind: str) -> float:
 def _role(name: str, slices: Sequence[Slice], begin: float) -> Role:
     program, send, wait = (_us(slices, kind) for kind in ("program", "send", "wait"))
     ends = [part.end_us for part in slices if part.kind == "program"]
-    return Role(name, program / len(ends), max(ends) - begin, send / (program or 1.0), wait / (program or 1.0))
+    waits: dict[str, float] = defaultdict(float)
+    for part in slices:
+        if part.kind == "wait":
+            waits[part.name] += part.us
+    longest = max(waits, key=lambda wait: waits[wait], default="")
+    return Role(name, program / len(ends), max(ends) - begin, send / (program or 1.0), wait / (program or 1.0), longest)
 
 
 def trace(

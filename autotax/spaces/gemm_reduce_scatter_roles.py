@@ -129,8 +129,8 @@ def _fastest(problem: GemmReduceScatter, hardware: Hardware, suits: Callable[[in
 
 
 def _one_trip_us(problem: GemmReduceScatter, hardware: Hardware, m: int, n: int) -> float:
-    """Estimated microseconds of a product whose tiles go to all ranks. Nothing hides the last wave's transfers, and the links have
-    nothing to do while the first tile is multiplied.
+    """Estimated microseconds of a product whose tiles go to all ranks: nothing hides the transfers of the last wave, and no link
+    works while the first tile is multiplied.
     """
     tiles = ceil_div(problem.m, m) * ceil_div(problem.n, n)
     waves = ceil_div(tiles, hardware.processors)

@@ -74,11 +74,12 @@ def test_waits_are_told_of_each_role_beside_what_a_call_takes_as_it_ships() -> N
     slices = (*KERNELS, *inside(SPANS, 0, KERNELS))
     timeline = Timeline(problem, config, detect("cpu"), (slices,), (9.5,))
     assert timeline.programs
-    assert timeline.roles(0) == [Role("push", 8.0, 50.0, 0.0, 0.25), Role("poll_tiles", 8.0, 49.0, 0.0, 0.75)]
+    poll = Role("poll_tiles", 8.0, 49.0, 0.0, 0.75, "wait_first")
+    assert timeline.roles(0) == [Role("push", 8.0, 50.0, 0.0, 0.25, "wait"), poll]
     with (console := Console(width=80)).capture() as capture:
         console.print(tables.timeline(timeline))
     shown = capture.get()
-    assert "9.50" in shown and "poll_tiles" in shown and "75 %" in shown
+    assert "9.50" in shown and "poll_tiles" in shown and "75 %" in shown and "first" in shown
     with console.capture() as capture:
         console.print(tables.timeline(Timeline(problem, config, detect("cpu"), (tuple(KERNELS),), (9.5,))))
     assert "9.50" in capture.get() and "none of Triton's" in capture.get()
@@ -101,7 +102,8 @@ def stamped(folder: Path, *arguments: str) -> tuple[set[str], set[str]]:
 @pytest.mark.volume
 def test_kernels_of_both_languages_are_stamped_and_assembled(tmp_path: Path) -> None:
     functions, roles = stamped(tmp_path, "all-gather-gemm", "push", "push_specialized")
-    assert functions >= {"", "push_shard", "wait_rows", "wait_first", "tell_all"}
+    assert functions >= {"", "push_shard", "wait_rows", "wait_first", "tell_all", "wait for landed", "wait for taken"}
+    assert not functions & {"wait for full", "wait for empty"}
     assert roles == {"send_shard", "poll_tiles", "load_tiles", "multiply_tiles"}
 
 
