@@ -32,7 +32,7 @@ from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.alignment import now_ns
 from autotax.kernels.context import Context
-from autotax.kernels.gemm_reduce_scatter import push, push_specialized
+from autotax.kernels.gemm_reduce_scatter import push, push_specialized, scatter_roles
 from autotax.kernels.offline import fix_cache_keys
 from autotax.operators.verification import make_inputs, relative_error
 from autotax.runner.precompile import CompileAhead
@@ -77,17 +77,17 @@ def add_nothing(  # type: ignore[no-untyped-def]
 @gluon.jit
 def add_no_tiles(  # type: ignore[no-untyped-def]
     out, bias, residual, added, box, room, n, m, epoch, there, taken, share,
-    WORLD: tl.constexpr, GROUP_M: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, TARGET: tl.constexpr,
+    WORLD: tl.constexpr, GROUP_M: tl.constexpr, HIGH: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """In the place of `push_specialized.add_tiles`."""
+    """In the place of `scatter_roles.add_tiles`."""
 
 
 @gluon.jit
 def poll_no_tiles(  # type: ignore[no-untyped-def]
     flags, epoch, control, there, taken, share,
-    WORLD: tl.constexpr, GROUP_M: tl.constexpr, HIGH: tl.constexpr, TARGET: tl.constexpr,
+    WORLD: tl.constexpr, GROUP_M: tl.constexpr, HIGH: tl.constexpr, TALL: tl.constexpr, AHEAD: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """In the place of `push_specialized.poll_tiles`."""
+    """In the place of `scatter_roles.poll_tiles`."""
 
 
 def copy_of(module: ModuleType, **changes: Any) -> Any:
@@ -102,9 +102,10 @@ def copy_of(module: ModuleType, **changes: Any) -> Any:
     return copy
 
 
+WITHOUT_ADDERS = copy_of(scatter_roles, add_tiles=add_no_tiles, poll_tiles=poll_no_tiles)
 ONLY_SENDING: dict[str, Any] = {
     "push": copy_of(push, add_up=add_nothing).Push,
-    "push_specialized": copy_of(push_specialized, add_tiles=add_no_tiles, poll_tiles=poll_no_tiles).PushSpecialized,
+    "push_specialized": copy_of(push_specialized, scatter_tiles=WITHOUT_ADDERS.scatter_tiles).PushSpecialized,
 }
 
 
@@ -114,7 +115,7 @@ def configs(problem: GemmReduceScatter, hardware: Hardware) -> list[Config]:
     usual = space.default("push").values | {"block_k": 64, "splits": 1, "group_m": 8, "flat": 0, "flag_tiles": 1}
     found = [*space.variants["push"].seeds[:2], *(Config.of("push", usual | way) for way in WAYS)]
     roles = space.variants["push_specialized"].seeds
-    found += [config for config in roles if config["group_m"] == 8]
+    found += [Config.of(config.variant, config.values | {"adds": "warps"}) for config in roles if config["group_m"] == 8]
     return [config for config in dict.fromkeys(found) if config in space]
 
 

@@ -8,8 +8,8 @@ number of the call.
 Without EPILOGUE pieces of this rank's rows are distributed over the four adding warps of all programs, in the order in which tiles
 arrive. A poll takes a microsecond, and six while the links are full. So a separate warp polls. It waits for the flags of all ranks
 and signals the adders through the barrier `landed`. It runs at most one piece ahead (`taken`). With AHEAD one poll reads the flags
-of many pieces, and pieces are larger. With EPILOGUE the groups add to their own tiles what the poller
-has loaded into the staging area. See docs/memory-model.md for why every wait ends.
+of many pieces, and pieces are larger. With EPILOGUE the groups add to their own tiles what the poller has loaded into the staging
+area. See docs/memory-model.md for why every wait ends.
 """
 
 from __future__ import annotations
@@ -193,9 +193,9 @@ def send_tiles(
 ):  # fmt: skip
     """The sender. `boxes` are views [2 * WORLD, rows, n] of the inboxes by hop; flags are [row of tiles, tile, source].
 
-    With EVERYWHERE a tile goes to all ranks. With EPILOGUE this rank's tiles are whole sums. They go to `out`, a
-    view of C [1, rows, n], and no flag is set for them. The sender tells the poller when the staging area is free for what the peers
-    have sent of such a tile.
+    With EVERYWHERE a tile goes to all ranks. With EPILOGUE this rank's tiles are whole sums. They go to `out`, a view of C
+    [1, rows, n], and no flag is set for them. The sender tells the poller when the staging area is free for what the peers have sent
+    of such a tile.
     """
     items, _, _, _, m_tiles, n_tiles = share
     layout: gl.constexpr = boxes[0].layout
