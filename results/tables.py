@@ -7,7 +7,8 @@ is tuned for `--each` seconds, its winner soaked, then compared in place with ev
 whose finals do not end in time is left for later calls.
 FOLDER/tuned.db has the winners and FOLDER/tables.md the tables. Operators take turns, and an operator's problems come in steps
 through its list, so that an early end leaves a cross-section.
-With `--served` nothing is tuned: what look-ups answer, shipped winners too, is compared.
+With `--served` nothing is tuned: what look-ups answer, shipped winners too, is compared. With `--variants` a search has more
+trials for what is in doubt; comparisons still have all alternatives.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from autotax.core.problem import Problem, with_world_size
 from autotax.core.settings import Settings, as_deployed
 from autotax.db import Store
 from autotax.hardware import Hardware, detect
+from autotax.operators import registry
 from autotax.operators.problem_files import read_shapes
 from autotax.report import documents
 from autotax.report.formatting import microseconds
 from autotax.runner.local_runner import LiveRunner
+from autotax.spaces import space_for
 from autotax.tuner import Verdict, comparison, finalists, tuning
 from autotax.tuner.progress import Silence
 
@@ -109,6 +112,8 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="finals of one baseline and two challengers, 0.25 s a job")
     parser.add_argument("--served", action="store_true", help="compare what is tuned already")
     parser.add_argument("--only", type=lambda text: text.split(","), help="operators")
+    parser.add_argument("--variants", type=lambda text: text.split(","), help="search these alone, where a problem has them")
+    parser.add_argument("--load", action="append", default=[], help="a module or .py file with variants")
     parser.add_argument("--shapes", type=Path, nargs="+", default=[RESULTS / name for name in SHAPES])
     options = parser.parse_args()
     if options.short:
@@ -116,6 +121,8 @@ def main() -> None:
             module.BASELINES, module.CHALLENGERS = 1, 2
         finalists.ROUND_EFFORT = replace(finalists.ROUND_EFFORT, seconds=0.25)
         comparison.EFFORT = replace(comparison.EFFORT, seconds=0.4)
+    for module in options.load:
+        registry.load(module)
     ends, hardware = time.monotonic() + options.seconds, detect()
     options.folder.mkdir(parents=True, exist_ok=True)
     log, db = options.folder / "comparisons.jsonl", options.folder / "tuned.db"
@@ -123,7 +130,14 @@ def main() -> None:
     done = {row["key"] for row in rows}
     settings = Settings(trials=options.trials, timeout_s=options.each, soak=options.soak)
     coming = problems(options.shapes, options.gpus or hardware.default_world_size, options.only)
-    jobs = [(problem, settings) for problem in coming if problem.key not in done and fits(problem, hardware)]
+
+    def searched(problem: Problem) -> Settings:
+        """The settings with those of `--variants` that the problem has, and BSP."""
+        has = space_for(problem, hardware).variants
+        chosen = tuple(name for name in has if name == "bsp" or name in (options.variants or ()))
+        return replace(settings, variants=chosen) if len(chosen) > 1 else settings
+
+    jobs = [(problem, searched(problem)) for problem in coming if problem.key not in done and fits(problem, hardware)]
     print(f"{len(done)} problems are done, {len(jobs)} to come", flush=True)
 
     def compare(problem: Problem, runner: LiveRunner) -> None:
