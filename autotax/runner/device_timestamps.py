@@ -138,7 +138,7 @@ def spans_of(rows: torch.Tensor, marks: Sequence[Mark]) -> list[Span]:
 
 
 def waited_for(call: ast.Call) -> str:
-    """What a call of Gluon waits for, as the name of a slice: a barrier or TMA's stores. Empty for other calls."""
+    """Returns the name of a slice for a call that waits for a barrier or for TMA's stores. Empty for other calls."""
     match call:
         case ast.Call(func=ast.Attribute(value=ast.Name(id="tma"), attr="store_wait")):
             return "wait for stores"

@@ -252,7 +252,7 @@ def piece_at(piece, m_tiles, n_tiles, GROUP_M: gl.constexpr, HIGH: gl.constexpr,
 
 @gluon.jit
 def raised(flags, index, epoch):
-    """Which flags have reached the epoch. Each lane of a warp reads one."""
+    """Returns whether each flag has reached the epoch. A lane of a warp reads one flag."""
     address = flags.to(gl.int64) + 4 * index
     seen = gl.inline_asm_elementwise("ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
     return (seen == epoch) | (seen == epoch + 1)  # see `roles.look`
