@@ -201,6 +201,7 @@ def normed_products(path: Path, quantize: str, quant: str) -> str:
     return database(path, kept | {alone: usual(alone, "one_shot")})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("codes", [False, True], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("us", [[2.0, 3.0, 1.0], [1.0, 2.0, 3.0], [2.0, 1.0, 3.0]], ids=["in one", "summed first", "left"])
 def test_a_compiled_layer_and_the_norm_behind_it_are_one_operator(
@@ -213,6 +214,7 @@ def test_a_compiled_layer_and_the_norm_behind_it_are_one_operator(
     assert ranks.run(checks.vllm_compiled_norms, db, us, "row" if codes else "", timeout=240) == [(1, calls, 3)] * 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("quantize", "quant"), [("row", "row"), ("static", "tensor")])
 @pytest.mark.parametrize("us", [[2.0, 3.0, 1.0], [1.0, 2.0, 3.0], [2.0, 1.0, 3.0]], ids=["in one", "summed first", "left"])
 def test_a_norm_that_vllm_has_fused_with_a_quantiser_is_a_part_of_the_operator(

@@ -59,6 +59,7 @@ def multiply(
     return out[0], right.numpy()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scales", ["row", "block", *volume("tensor")])
 @pytest.mark.parametrize(
     ("name", "splits"),
