@@ -59,7 +59,6 @@ def multiply(
     return out[0], right.numpy()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("scales", ["row", "block", *volume("tensor")])
 @pytest.mark.parametrize(
     ("name", "splits"),
