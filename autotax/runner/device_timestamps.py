@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,26 +172,29 @@ def stamping(stamps: Stamps, chosen: Callable[[str], bool]) -> Iterator[None]:
             asm, "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1, _semantic=generator.semantic
         )  # fmt: skip
 
-    def call(generator: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        name, caller = function.__name__, generator.jit_fn.__name__
-        role = kwargs.get("caller_context") is not None  # only warps of a role have a separate caller context
-        if role:
-            roles.add(name)
-        elif not chosen(name) or (chosen(caller) and not generator.is_kernel and caller not in roles):
-            return usual_call(generator, function, *args, **kwargs)
+    def within_another(generator: Any) -> bool:
+        """Whether the caller is a chosen function itself, whose calls are a part of its slice."""
+        caller = generator.jit_fn.__name__
+        return chosen(caller) and not generator.is_kernel and caller not in roles
+
+    def between(generator: Any, name: str, work: Callable[[], Any], role: bool = False) -> Any:
         stamp(generator, name, False, role)
-        result = usual_call(generator, function, *args, **kwargs)
+        result = work()
         stamp(generator, name, True, role)
         return result
 
+    def call(generator: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        name, work = function.__name__, partial(usual_call, generator, function, *args, **kwargs)
+        role = kwargs.get("caller_context") is not None  # only warps of a role have a separate caller context
+        if role:
+            roles.add(name)
+        elif not chosen(name) or within_another(generator):
+            return work()
+        return between(generator, name, work, role)
+
     def builtin(generator: Any, node: ast.Call) -> Any:
-        caller = generator.jit_fn.__name__
-        if not (name := waited_for(node)) or (chosen(caller) and caller not in roles):
-            return usual_builtin(generator, node)
-        stamp(generator, name, False)
-        result = usual_builtin(generator, node)
-        stamp(generator, name, True)
-        return result
+        name, work = waited_for(node), partial(usual_builtin, generator, node)
+        return between(generator, name, work) if name and not within_another(generator) else work()
 
     def body(generator: Any, statements: Any) -> Any:
         nonlocal kernel

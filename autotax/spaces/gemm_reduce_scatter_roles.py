@@ -66,12 +66,13 @@ def _scattered(variant: str, problem: GemmReduceScatter, hardware: Hardware, sui
     parameters = usual | {"order": orders, "adds": (EPILOGUE, WARPS)}
     alone = Constraint(("adds", "polls"), lambda adds, polls: adds == WARPS or polls == PIECE, "an epilogue polls tile by tile")
     constraints = Constraint(("block_m", "block_n", "adds"), suits, FEW_REGISTERS), alone, fits
-    tiles = _fastest(problem, hardware, lambda m, n: suits(m, n, EPILOGUE))
+    us = partial(_product_us, problem, hardware)
+    tiles = _tiles_by(us, suits, EPILOGUE)
     ways = list(itertools.product((8, 4), orders[::-1]))
     # Every tile comes up: the estimate does not know how well a tile hides the transfers.
     points = [*itertools.product(tiles[:2], ways), *((tile, ways[0]) for tile in tiles[2:])]
     seeds = [_seed(variant, hardware, tile, group, PIECE, order=order, adds=EPILOGUE) for tile, (group, order) in points]
-    apart = _fastest(problem, hardware, lambda m, n: suits(m, n, WARPS))[:2]
+    apart = _tiles_by(us, suits, WARPS)[:2]
     seeds[1:1] = [_seed(variant, hardware, tile, ways[0][0], AHEAD, order=ways[0][1], adds=WARPS) for tile in apart]
     return VariantSpace(variant, parameters, constraints, tuple(seeds), former={"adds": WARPS, "polls": PIECE})
 
@@ -83,8 +84,7 @@ def _replicated(variant: str, problem: GemmReduceScatter, hardware: Hardware, su
         return None
     parameters, fits = _tiles(hardware)
     constraints = Constraint(("block_m", "block_n"), lambda m, n: suits(m, n, WARPS), FEW_REGISTERS), fits
-    tiles = _fastest(problem, hardware, lambda m, n: suits(m, n, WARPS))
-    tiles.sort(key=lambda tile: _one_trip_us(problem, hardware, *tile))
+    tiles = _tiles_by(partial(_one_trip_us, problem, hardware), suits, WARPS)
     seeds = [_seed(variant, hardware, tile, group, AHEAD) for group in (8, 4) for tile in tiles]
     return VariantSpace(variant, parameters, constraints, tuple(seeds), former={"polls": PIECE})
 
@@ -101,11 +101,9 @@ def _of_codes(
     space = space_of(variant, as_words(problem), hardware, suits)
     if space is None:
         return None
-    few = "groups have too few registers"
-    if "adds" in space.parameters:
-        one_sum = Constraint(("adds", "strip"), lambda adds, strip: wide or adds == EPILOGUE or strip == scaled.GROUP, few)
-    else:
-        one_sum = Constraint(("strip",), lambda strip: wide or strip == scaled.GROUP, few)
+    names = *(name for name in ("adds",) if name in space.parameters), "strip"  # without the choice other warps add up
+    allowed = lambda *values: wide or EPILOGUE in values or scaled.GROUP in values  # noqa: E731
+    one_sum = Constraint(names, allowed, "groups have too few registers")
     return scaled.with_strips(replace(space, constraints=(*space.constraints, one_sum)), problem)
 
 
@@ -122,10 +120,14 @@ def _tiles(hardware: Hardware) -> tuple[dict[str, tuple[Value, ...]], Constraint
     return parameters, Constraint(("block_m", "block_n", "num_stages"), fits, "the pipeline does not fit in shared memory")
 
 
-def _fastest(problem: GemmReduceScatter, hardware: Hardware, suits: Callable[[int, int], bool]) -> list[tuple[int, int]]:
-    """The tiles, the fastest first."""
-    like, tiles = gathered(problem), [tile for tile in itertools.product(BLOCKS_M, BLOCKS_N) if suits(*tile)]
-    return sorted(tiles, key=lambda tile: gemm_roles.time_of(like, hardware.processors, *tile))
+def _tiles_by(us: Callable[[int, int], float], suits: Suits, adds: str) -> list[tuple[int, int]]:
+    """The tiles, by their estimated microseconds."""
+    tiles = (tile for tile in itertools.product(BLOCKS_M, BLOCKS_N) if suits(*tile, adds))
+    return sorted(tiles, key=lambda tile: us(*tile))
+
+
+def _product_us(problem: GemmReduceScatter, hardware: Hardware, m: int, n: int) -> float:
+    return gemm_roles.time_of(gathered(problem), hardware.processors, m, n) / CYCLES_PER_US
 
 
 def _one_trip_us(problem: GemmReduceScatter, hardware: Hardware, m: int, n: int) -> float:
@@ -134,7 +136,7 @@ def _one_trip_us(problem: GemmReduceScatter, hardware: Hardware, m: int, n: int)
     """
     tiles = ceil_div(problem.m, m) * ceil_div(problem.n, n)
     waves = ceil_div(tiles, hardware.processors)
-    product = gemm_roles.time_of(gathered(problem), hardware.processors, m, n) / CYCLES_PER_US
+    product = _product_us(problem, hardware, m, n)
     sent = (problem.world_size - 1) * problem.item_size / (LINK_GBPS.get(hardware.device, USUAL_GBPS) * 1e3)
     last = (tiles - (waves - 1) * hardware.processors) * m * n * sent
     return max(product + last, product / waves + problem.m * problem.n * sent)

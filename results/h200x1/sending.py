@@ -1,6 +1,6 @@
 """GEMM + Reduce-Scatter on one GPU: a rank of four that computes, sends and adds up, against cuBLAS alone; microseconds a call.
 
-What the rank sends goes to memory of the same GPU that stands for its peers. `sent` computes and sends only: its kernel is that
+The rank sends to memory of the same GPU, which stands for its peers. `sent` computes and sends only: its kernel is that
 of the variant, with an addition that does nothing. `core` adds up too: a small kernel raises all flags of the peers before the
 call. In `links` a warp beside the kernel raises flags as fast as links and the peers' own products allow. The rows that the
 rank adds up, and all that it sends, are compared with the products of cuBLAS. The configs of a shape are captured in graphs of
@@ -11,12 +11,10 @@ ten calls and replayed in turn.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import statistics
 import sys
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,6 +35,7 @@ from autotax.kernels.offline import fix_cache_keys
 from autotax.operators.verification import make_inputs, relative_error
 from autotax.runner.precompile import CompileAhead
 from autotax.spaces import space_for
+from results.copies import copy_of
 from tests.gpu.ranks_of_one_gpu import SlabOfMany
 
 RANK, WORLD, CALLS, ROUNDS = 0, 4, 10, 30
@@ -90,22 +89,10 @@ def poll_no_tiles(  # type: ignore[no-untyped-def]
     """In the place of `scatter_roles.poll_tiles`."""
 
 
-def copy_of(module: ModuleType, **changes: Any) -> Any:
-    """The same module once more, with other functions for its kernels to call."""
-    name = f"{module.__name__}_that_only_sends"
-    spec = importlib.util.spec_from_file_location(name, module.__file__)
-    assert spec is not None and spec.loader is not None
-    copy = importlib.util.module_from_spec(spec)
-    sys.modules[name] = copy
-    spec.loader.exec_module(copy)
-    vars(copy).update(changes)
-    return copy
-
-
-WITHOUT_ADDERS = copy_of(scatter_roles, add_tiles=add_no_tiles, poll_tiles=poll_no_tiles)
+WITHOUT_ADDERS = copy_of(scatter_roles, "only_sends", add_tiles=add_no_tiles, poll_tiles=poll_no_tiles)
 ONLY_SENDING: dict[str, Any] = {
-    "push": copy_of(push, add_up=add_nothing).Push,
-    "push_specialized": copy_of(push_specialized, scatter_tiles=WITHOUT_ADDERS.scatter_tiles).PushSpecialized,
+    "push": copy_of(push, "only_sends", add_up=add_nothing).Push,
+    "push_specialized": copy_of(push_specialized, "only_sends", scatter_tiles=WITHOUT_ADDERS.scatter_tiles).PushSpecialized,
 }
 
 

@@ -1,7 +1,7 @@
 """A variant `paced` of GEMM + Reduce-Scatter and All-Reduce: `push_specialized` whose senders keep few bytes in flight.
 
-    autotax tune gemm-reduce-scatter --load results/h200x2/gemm-reduce-scatter/paced.py --m 2048 --n 7168 --k 768 \\
-        --output replicated --variants paced,push_one_shot
+    PYTHONPATH=. autotax tune gemm-reduce-scatter --m 2048 --n 7168 --k 768 --output replicated \\
+        --load results/h200x2/gemm-reduce-scatter/paced.py --variants paced,push_one_shot
 
 On full links whatever a processor loads waits behind what all processors have sent. Here a part travels as chunks of `rows` rows
 by 64 columns. Before a chunk is sent, all but the chunk before it are written at the peers. So 4 KB to 16 KB are in flight.
@@ -9,11 +9,6 @@ It was compiled for cuda:90, and has not run.
 """
 
 from __future__ import annotations
-
-import importlib.util
-import sys
-from types import ModuleType
-from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,6 +25,7 @@ from autotax.kernels.primitives import flag_address, settle
 from autotax.kernels.tiling import MOST_RANKS
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter, operator
 from autotax.spaces import gemm_reduce_scatter_roles as spaces
+from results.copies import copy_of
 
 COLS = gl.constexpr(64)
 """Columns of a chunk: a row of 128 bytes, the width of the swizzle."""
@@ -96,20 +92,8 @@ def send_chunks(  # type: ignore[no-untyped-def]
                 gl.atomic_xchg(flag_address(flags, index, bases, rank, (rank + to) % WORLD), epoch, sem="relaxed", scope="sys")
 
 
-def copy_of(module: ModuleType, **changes: Any) -> Any:
-    """The same module once more, with other functions for its kernels to call."""
-    name = f"{module.__name__}_paced"
-    spec = importlib.util.spec_from_file_location(name, module.__file__)
-    assert spec is not None and spec.loader is not None
-    copy = importlib.util.module_from_spec(spec)
-    sys.modules[name] = copy
-    spec.loader.exec_module(copy)
-    vars(copy).update(changes)
-    return copy
-
-
-ROLES = copy_of(scatter_roles, send_tiles=send_chunks, allocate=allocate_parts)
-SPECIALIZED = copy_of(push_specialized, scatter_tiles=ROLES.scatter_tiles)
+ROLES = copy_of(scatter_roles, "paced", send_tiles=send_chunks, allocate=allocate_parts)
+SPECIALIZED = copy_of(push_specialized, "paced", scatter_tiles=ROLES.scatter_tiles)
 
 
 class Paced(SPECIALIZED.PushSpecialized):  # type: ignore[misc, name-defined]
