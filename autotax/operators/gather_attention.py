@@ -306,7 +306,7 @@ def draw(problem: GatherAttention, draw: Draw) -> Call:
 
 
 MOST_SCORES = 1 << 28
-"""Most scores that the reference holds at a time: 1 GiB of float32."""
+"""Most scores that the reference holds at a time, twice: 1 GiB of float32."""
 
 
 @operator.reference
@@ -327,7 +327,8 @@ def reference(problem: GatherAttention, calls: Sequence[Call], rank: int) -> tup
     places = torch.cat([chunk * problem.chunk_len + tokens for chunk in problem.chunks_of(rank)])
     right, spread = (torch.empty((*q.shape[:3], problem.value_dim), device=q.device) for _ in range(2))
     group = problem.q_heads // problem.kv_heads
-    rows = max(1, MOST_SCORES // (group * problem.seq_len))
+    rows = min(problem.shard_len, max(1, MOST_SCORES // (group * problem.seq_len)))
+    buffers = torch.empty(2, group * rows * problem.seq_len, device=q.device)
     for sequence in range(problem.batch):
         for head in range(problem.kv_heads):
             of_group = slice(head * group, head * group + group)
@@ -339,15 +340,18 @@ def reference(problem: GatherAttention, calls: Sequence[Call], rank: int) -> tup
                 place = places[first : first + rows]
                 begin = max(0, int(place[0]) + 1 - problem.window) if problem.window else 0
                 end = int(place[-1]) + 1 if problem.mask == "causal" else problem.seq_len
-                queries = q[sequence, first : first + rows, of_group].float() / math.sqrt(problem.head_dim)
-                scores = queries.transpose(0, 1) @ k[begin:end].t()
+                queries = q[sequence, first : first + rows, of_group].transpose(0, 1).float() / math.sqrt(problem.head_dim)
+                shape = *queries.shape[:2], end - begin
+                # Views of the same memory: with a new size each time, torch would keep a block of each size that ever was.
+                scores, shares = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+                torch.mm(queries.flatten(0, 1), k[begin:end].t(), out=scores.view(-1, end - begin))
                 if problem.mask == "causal":
                     seen = begin if problem.window else int(place[0])  # all of these queries see the keys before this one
                     before = place[:, None] - torch.arange(seen, end, device=q.device)
                     scores[..., seen - begin :].masked_fill_(before < 0, -math.inf)
                     if problem.window:
                         scores.masked_fill_(before >= problem.window, -math.inf)
-                shares = torch.softmax(scores, -1)
+                torch.softmax(scores, -1, out=shares)
                 # The value of the first token may be NaN, and every query sees that token. No other value is.
                 right[sequence, first : first + rows, of_group] = (shares @ v[begin:end]).transpose(0, 1)
                 squares = (shares.square_() @ size[begin:end]).sqrt_() * most

@@ -63,9 +63,12 @@ class InputCache:
         soaked = self.soaked if effort.soak else ()
         for seed in sorted({*VERIFIED, *timed, *soaked}):
             self.get(seed)
-        for seed in sorted({*VERIFIED, *sorted(timed)[:2], *soaked} - self._references.keys()):
+        missing = sorted({*VERIFIED, *sorted(timed)[:2], *soaked} - self._references.keys())
+        for seed in missing:
             tell(f"reference of input set {seed}")
             self.reference(seed)
+        if missing and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # graphs have memory of their own, and cannot take what torch keeps for eager work
 
     @cached_property
     def surroundings(self) -> Surroundings:
