@@ -5,7 +5,7 @@
 
 On full links whatever a processor loads waits behind what all processors have sent. Here a part travels as chunks of `rows` rows
 by 64 columns. Before a chunk is sent, all but the chunk before it are written at the peers. So 4 KB to 16 KB are in flight.
-It was compiled for cuda:90, and has not run.
+It takes 1 % to 3.5 % less on 2 H200, where 10 % were predicted: README.md.
 """
 
 from __future__ import annotations
