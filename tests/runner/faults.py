@@ -135,11 +135,11 @@ class Races(Faulty):
 
 
 class Lucky(Faulty):
-    """Takes 10 ms, but for one of the samples: six calls make it ready, two warm up."""
+    """Takes 40 ms, but for one of the samples: six calls make it ready, two warm up."""
 
     def harm(self, out: Tensor) -> None:
         if self.calls != 13:
-            time.sleep(0.01)
+            time.sleep(0.04)
 
 
 class Dawdles(Faulty):

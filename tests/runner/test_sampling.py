@@ -53,7 +53,7 @@ def test_a_sample_that_is_too_fast_is_taken_again(runner: LiveRunner) -> None:
         (measurement,) = measure(runner, "lucky", effort=Effort(samples=10, seconds=1.0))
         assert len(measurement.rounds) == 10
         if measurement.conditions.get("remeasured", 0):
-            assert min(measurement.rounds) > 0.8 * 10_000
+            assert min(measurement.rounds) > 0.8 * 40_000
             return
     pytest.fail("no sample was taken again")
 
