@@ -135,9 +135,9 @@ def with_roles(problem: Any, rows: int, hardware: Hardware, columns: range | tup
 def _time_with_roles(tile: ProductTile, splits: int, problem: Any, rows: int, hardware: Hardware) -> float:
     """Microseconds of a product: those of a processor, in whole waves of parts of tiles, and of reading B."""
     waves = ceil_div(_tiles_of(tile, rows, problem.n) * splits, hardware.processors)
-    least, each = STRIP_US[tile.turns] if problem.scales == "block" else USUAL_STRIP_US
+    base_us, line_us = STRIP_US[tile.turns] if problem.scales == "block" else USUAL_STRIP_US
     length = problem.k * problem.item_size
-    multiplied = waves * ceil_div(length, GROUP * splits) * (least + each * (tile.rows + tile.columns))
+    multiplied = waves * ceil_div(length, GROUP * splits) * (base_us + line_us * (tile.rows + tile.columns))
     loaded = problem.n * length / (READ_GBPS * 1e3)
     added_up = PARTS_US * waves + PART_US * splits if splits > 1 else 0.0
     return max(multiplied, loaded) + (1 - HIDDEN) * min(multiplied, loaded) + added_up

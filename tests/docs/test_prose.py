@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -85,6 +86,15 @@ def test_plot_and_tables_are_those_of_the_records(tmp_path: Path) -> None:
     for page, of_page in (README, rows[:8]), (ROOT / "results/README.md", rows[8:]):
         there = [line for line in page.read_text().splitlines() if re.match(r"\| [^|`]+ \| [1-9]\d* \| \d", line)]
         assert len(of_page) == 8 and there == of_page, f"{page}: run results/speedups.py"
+
+
+@pytest.mark.volume
+def test_what_is_in_reach_is_that_of_the_records() -> None:
+    command = [sys.executable, ROOT / "results/reach.py", "h100x2", "h200x2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    rows = subprocess.check_output(command, text=True, timeout=280, env=environment).splitlines()[2:]
+    there = [line for line in (ROOT / "results/reach.md").read_text().splitlines() if line.startswith("| ")][1:]
+    assert rows and there == rows, f"results/reach.md: run {command[1:]}"
 
 
 def test_the_shapes_of_the_readme_can_be_read(tmp_path: Path) -> None:
