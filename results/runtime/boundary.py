@@ -45,6 +45,8 @@ def measure(world: World, db: str | None) -> list[dict[str, Any]]:
 
 
 def ways_of(world: World, m: int, db: str | None) -> dict[str, Any]:
+    """The microseconds of each way for this number of rows, and the configs of ours."""
+
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, device=world.device, dtype=torch.bfloat16)
 
