@@ -22,12 +22,12 @@ LONG := whoever_is_late or fewer_rows or kv_heads_of_their_own or within_shared_
 tune: .venv/ready
 	$(BIN)/autotax tune
 
-# Three processes on two cores, for each waits for its ranks part of the time, and mypy beside them. What needs the whole machine
+# Four processes on two cores, for each waits for its ranks half of the time, and mypy beside them. What needs the whole machine
 # comes after them. It is named here as well, because listing all other tests takes as long as running it.
-SHARED := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+SHARED := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 NAMED := tests/gpu tests/nn/test_on_gpus.py tests/fleet/test_ray.py tests/fleet/test_slurm.py tests/test_unattended.py
 test: chosen := and not volume
-test test-all: .venv/warm
+test test-all: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy & types=$$!; \
 	$(SHARED) -m 'not alone $(chosen)'; tests=$$?; \
@@ -71,11 +71,6 @@ test-amd: .venv/ready
 .venv/ready: pyproject.toml constraints-common.txt $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS) -e '.[test]'
-	touch $@
-
-# The first run of mypy, and beside it what compiles every import once: processes that begin together would each do it.
-.venv/warm: .venv/ready
-	$(BIN)/mypy >/dev/null & $(BIN)/python -m pytest --collect-only -qq -m 'not alone' >/dev/null; wait
 	touch $@
 
 clean:

@@ -1,6 +1,6 @@
 """Which tests need the machine for themselves, and which cases are volume: see the markers in pyproject.toml.
 
-`make test` runs the others first, in three processes, long files at once; `make test-all` runs the volume too.
+`make test` runs the others first, in four processes, long files at once; `make test-all` runs the volume too.
 AUTOTAX_TEST_PART, `2/3` for instance, leaves one part of the cases, the same ones everywhere.
 """
 
