@@ -6,22 +6,20 @@
 - A winner of GEMM + All-Reduce with the residual, and our norm.
 - The vendor's product, and a winner of all-reduce-norm.
 
-Each graph has as many layers as weights of 192 MiB in all; a figure is the median of replays by the number of layers.
+Each graph has as many layers as weights of 192 MiB in all; a figure is the median of replays by the number of layers. The ways
+take turns, and their results are compared first.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from turns import main, timed
 
 from autotax.core.problem import ceil_div
 from autotax.hardware import detect
@@ -29,14 +27,12 @@ from autotax.heap import World
 from autotax.kernels.all_reduce_norm.norm import norm_kernel
 from autotax.nn import AllReduceNorm, LinearAllReduce
 from autotax.operators.all_reduce_norm import AllReduceNorm as Problem
-from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.spaces import space_for
 
 SHAPES = ((8192, 7168), (8192, 2560), (8192, 4096), (5120, 2560))
 """n and k of a rank."""
 ROWS = (1, 16)
 BYTES = 192 << 20
-REPLAYS = 60
 
 
 def measure(world: World, db: str | None) -> list[dict[str, Any]]:
@@ -52,30 +48,31 @@ def measure(world: World, db: str | None) -> list[dict[str, Any]]:
 def ways_of(world: World, m: int, n: int, k: int, db: str | None) -> dict[str, Any]:
     layers = max(2, BYTES // (2 * n * k))
     weights = [torch.randn(n, k, device=world.device, dtype=torch.bfloat16) / k**0.5 for _ in range(layers)]
+    torch.manual_seed(0)  # ranks have one residual
     x, residual = (torch.randn(m, size, device=world.device, dtype=torch.bfloat16) for size in (k, n))
     weight, products = torch.ones(n, device=world.device, dtype=torch.bfloat16), torch.empty_like(residual)
     norm, library_norm = AllReduceNorm(n, m, sizes=[m], db=db), baseline(world, m, n)
     first = LinearAllReduce(weights[0], None, m, sizes=[m], db=db, norm=norm)
     rest = [first, *(LinearAllReduce(each, like=first) for each in weights[1:])]
-    outs = [torch.empty_like(residual) for _ in range(2)]
+    total, y = torch.empty_like(residual), torch.empty_like(residual)
 
-    def library() -> None:
+    def library() -> list[Tensor]:
         for each in weights:
             torch.mm(x, each.t(), out=products)
             dist.all_reduce(products)
-            add_and_norm(library_norm, products, residual, weight, *outs)
+            add_and_norm(library_norm, products, residual, weight, total, y)
+        return [y, total]
 
-    def ours(apart: bool) -> Callable[[], None]:
-        def run() -> None:
+    def ours(apart: bool) -> Callable[[], Sequence[Tensor]]:
+        def run() -> Sequence[Tensor]:
             first._apart = {m: apart}
-            for layer in rest:
-                layer.normed(x, weight, residual)
+            return [layer.normed(x, weight, residual) for layer in rest][-1]
 
         return run
 
     measured, chosen = dict(first._apart), [each.config for each in (first.choices[-1], norm.choices[-1])]
     ways = {"library": library, "sum, norm": ours(False), "product, norm": ours(True)}
-    us = {name: timed(world, run, layers) for name, run in ways.items()}
+    us = timed(world, ways, layers)
     assert first.failure() is None and norm.failure() is None
     first.close()
     norm.close()
@@ -97,43 +94,11 @@ def baseline(world: World, m: int, hidden: int) -> AllReduceNorm:
     return AllReduceNorm(hidden, m, sizes=[m], config=config, device=world.device)
 
 
-def timed(world: World, run: Callable[[], None], layers: int) -> float:
-    run()
-    world.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    samples = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()  # the ranks meet
-        start.record()
-        graph.replay()
-        end.record()
-        world.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3 / layers)
-    return statistics.median(samples)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--db", help="database of winners, a path or a URL; default: yours")
-    parser.add_argument("--json", type=Path, help="file for the document")
-    given = parser.parse_args()
-    try:
-        ranks = run_ranks(measure, 2, "cuda", given.db, timeout=300)
-    except RankFailure as failure:
-        print(f"norms.py: the ranks failed\n{failure}", file=sys.stderr)
-        return 1
-    for mine, theirs in zip(*ranks, strict=True):
-        for name in ("library", "sum, norm", "product, norm"):
-            mine[name] = max(mine[name], theirs[name])
-        times = ", ".join(f"{name} {mine[name]:.1f}" for name in ("library", "sum, norm", "product, norm"))
-        print(f"m {mine['m']:3} x {mine['n']} x {mine['k']}: {times} us; configs {mine['configs']}, measured {mine['measured']}")
-    if given.json:
-        given.json.write_text(json.dumps(ranks[0]) + "\n")
-    return 0
+def show(record: dict[str, Any]) -> str:
+    times = ", ".join(f"{name} {record[name]:.1f}" for name in ("library", "sum, norm", "product, norm"))
+    m, n, k, configs, measured = (record[name] for name in ("m", "n", "k", "configs", "measured"))
+    return f"m {m:3} x {n} x {k}: {times} us; configs {configs}, measured {measured}"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, measure, show))

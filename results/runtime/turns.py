@@ -1,0 +1,79 @@
+"""Several ways to the same results on two ranks: captured, compared with the first way, and timed by turns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotax.heap import World
+from autotax.runner.ranks import RankFailure, run_ranks
+
+REPLAYS = 60
+ALLOWED = 2e-2
+"""Largest error of a result, as a share of eight times its root mean square. A step of bf16 at eight deviations is 0.4 %."""
+
+
+def timed(world: World, ways: Mapping[str, Callable[[], Sequence[Tensor]]], layers: int) -> dict[str, float]:
+    """The median microseconds of a layer, each way in a graph of its own that has so many. Raises AssertionError."""
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    right: list[Tensor] = []
+    for name, way in ways.items():
+        way()
+        world.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            results = way()
+        for result in results:
+            result.fill_(math.nan)  # ways share memory: what one leaves unwritten must not pass as another's
+        graphs[name].replay()
+        world.synchronize()
+        right = right or [result.float() for result in results]
+        for result, expected in zip(results, right, strict=True):
+            error = float((result.float() - expected).abs().max() / expected.square().mean().sqrt() / 8)
+            assert error < ALLOWED, f"{name}: an error of {error:.3g}"
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(REPLAYS):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            graph.replay()  # the ranks meet
+            start.record()
+            graph.replay()
+            end.record()
+            world.synchronize()
+            samples[name].append(start.elapsed_time(end) * 1e3 / layers)
+    return {name: statistics.median(us) for name, us in samples.items()}
+
+
+def slower(mine: Any, theirs: Any) -> Any:
+    """The greater of two numbers, also within dictionaries and lists of equal form; all else is this rank's."""
+    if isinstance(mine, dict):
+        return {name: slower(mine[name], theirs[name]) for name in mine}
+    if isinstance(mine, list):
+        return [slower(*pair) for pair in zip(mine, theirs, strict=True)]
+    return max(mine, theirs) if isinstance(mine, float) else mine
+
+
+def main(about: str, measure: Callable[[World, str | None], list[dict[str, Any]]], show: Callable[[dict[str, Any]], str]) -> int:
+    """Runs `measure(world, database)` on two GPUs, prints what `show` makes of each record, and writes all as JSON."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--db", help="database of winners, a path or a URL; default: yours")
+    parser.add_argument("--json", type=Path, help="file for the document")
+    given = parser.parse_args()
+    try:
+        records = slower(*run_ranks(measure, 2, "cuda", given.db, timeout=300))
+    except RankFailure as failure:
+        print(f"{parser.prog}: the ranks failed\n{failure}", file=sys.stderr)
+        return 1
+    print("\n".join(map(show, records)))
+    if given.json:
+        given.json.write_text(json.dumps(records) + "\n")
+    return 0
