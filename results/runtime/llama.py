@@ -98,8 +98,8 @@ def best_bsp(problem: FlashDecode, hardware: Hardware, db: str | None) -> Config
         return baseline_for(answer, store, trials_here(store, space, conditions), space, conditions).config
 
 
-def promised(plan: Plan, rows: int, spread: bool, decodes: bool, hardware: Hardware) -> float:
-    """Microseconds that the winners of all layers' modules save over BSP, by the figures that they were proven with."""
+def promises(plan: Plan, rows: int, decodes: bool, hardware: Hardware) -> dict[str, float]:
+    """Microseconds that the winners of each module of a layer save over BSP, by the figures that they were proven with."""
     with Store.open(plan.db, create=False) as store:
         winners = [*store.winners(with_samples=False), *shipped.winners()]
 
@@ -107,7 +107,7 @@ def promised(plan: Plan, rows: int, spread: bool, decodes: bool, hardware: Hardw
         if isinstance(problem, FlashDecode):
             return decodes and problem.batch == rows
         output = getattr(problem, "output", "scattered")
-        return getattr(problem, "m", None) == rows and (output == "scattered") is spread
+        return getattr(problem, "m", None) == rows and (output == "scattered") is plan.sizes.spread(rows)
 
     def saved(problem: Problem) -> float:
         answer = lookup(problem, hardware=hardware, db=plan.db)
@@ -117,9 +117,11 @@ def promised(plan: Plan, rows: int, spread: bool, decodes: bool, hardware: Hardw
         best = max(proven, key=lambda won: won.conditions.mode == "in-place", default=None)
         return best.baseline_us - best.latency_us if best else 0.0
 
-    modules = {name: asked for name, asked in problems(plan).items() if name != "training"}
-    calls = [(2 if name == "gate, up" else 1, problem) for name, asked in modules.items() for problem in asked]
-    return plan.sizes.layers * sum(count * saved(problem) for count, problem in calls if applies(problem))
+    return {
+        name: (2 if name == "gate, up" else 1) * sum(saved(problem) for problem in asked if applies(problem))
+        for name, asked in problems(plan).items()
+        if name != "training"
+    }
 
 
 def reduce(name: str, found: Sequence[dict[str, Any]], dtype: str) -> dict[str, Any]:
@@ -150,8 +152,8 @@ def document(plan: Plan, hardware: Hardware, found: Sequence[dict[str, Any]]) ->
     for scenario in reduced:
         kind = scenario["name"].partition(",")[0]
         if kind != "train":
-            rows, spread = scenario["rows"], bool(scenario["spread"])
-            scenario["promised_us"] = promised(plan, rows, spread, kind == "decode", hardware)
+            promised = promises(plan, scenario["rows"], kind == "decode", hardware)
+            scenario["promised_us"] = plan.sizes.layers * sum(promised.values())
             scenario["gained_us"] = scenario["nccl_us"] - scenario["autotax_us"]
     return {
         "hardware": hardware.to_dict(),

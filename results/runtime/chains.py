@@ -1,0 +1,113 @@
+"""What NCCL's gather and ours cost in front of a product, by what comes before them:
+
+    PYTHONPATH=. python results/runtime/chains.py [--db winners.db] [--json chains.json]
+
+Each graph has calls with 16 rows of 8192. Three ways take turns, and their results are compared: NCCL's gather and the product,
+the product of rows that are there already, and `AllGatherLinear`. So NCCL less the product is what the gather costs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from stack import all_gather, reduce_scatter
+from torch import Tensor
+from turns import main, timed
+
+from autotax.heap import World
+from autotax.nn import AllGatherLinear
+
+ROWS, HIDDEN, COLUMNS, CALLS = 16, 8192, (1024, 5120, 28672), 6
+"""Weights of 1024 columns are 16 MiB and stay in the L2, six of them do not."""
+IDLE_CYCLES = 200_000
+"""100 us."""
+
+
+def befores(world: World) -> dict[str, Callable[[], object]]:
+    """What comes before a call: nothing, 100 us of nothing, a product that reads 32 MiB or 512 MiB of weights, one of 80 us that
+    reads next to nothing, a collective of the library, and one with a norm behind it, as in a model.
+    """
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=world.device, dtype=torch.bfloat16)
+
+    few, weights, more, square = drawn(16, 4096), drawn(4096, 4096), drawn(65536, 4096), drawn(3072, 3072)
+    partial_sums, own = drawn(ROWS, HIDDEN), drawn(ROWS // world.size, HIDDEN)
+    norm = torch.nn.RMSNorm(HIDDEN, eps=1e-5, device=world.device, dtype=torch.bfloat16)
+
+    def scatter() -> None:
+        reduce_scatter(own, partial_sums)
+
+    def scatter_and_norm() -> Tensor:
+        scatter()
+        return norm(own)
+
+    return {
+        "nothing": lambda: None,
+        "idle": lambda: torch.cuda._sleep(IDLE_CYCLES),
+        "32 MiB": lambda: torch.mm(few, weights.t()),
+        "512 MiB": lambda: torch.mm(few, more.t()),
+        "busy": lambda: torch.mm(square, square),
+        "scatter": scatter,
+        "scatter and norm": scatter_and_norm,
+    }
+
+
+def measure(world: World, db: str | None) -> list[dict[str, Any]]:
+    """The microseconds of a call and of what comes before it, on this rank."""
+    records = []
+    with torch.no_grad():
+        before = befores(world)
+        for n in COLUMNS:
+            for name, us in ways_of(world, n, db, before).items():
+                records.append({"n": n, "before": name, **us})
+    return records
+
+
+def ways_of(world: World, n: int, db: str | None, before: dict[str, Callable[[], object]]) -> dict[str, dict[str, float]]:
+    weights = [torch.randn(n, HIDDEN, device=world.device, dtype=torch.bfloat16) / HIDDEN**0.5 for _ in range(CALLS)]
+    x = torch.randn(ROWS // world.size, HIDDEN, device=world.device, dtype=torch.bfloat16)
+    whole, gathered = (x.new_empty(ROWS, HIDDEN) for _ in range(2))
+    all_gather(whole, x)
+    first = AllGatherLinear(weights[0], None, ROWS, sizes=[ROWS], db=db)
+    layers = [first, *(AllGatherLinear(weight, like=first) for weight in weights[1:])]
+
+    def nccl(number: int) -> Tensor:
+        all_gather(gathered, x)
+        return torch.mm(gathered, weights[number].t())
+
+    def product(number: int) -> Tensor:
+        return torch.mm(whole, weights[number].t())
+
+    def ours(number: int) -> Tensor:
+        return layers[number](x)
+
+    def calls(come_first: Callable[[], object], call: Callable[[int], Tensor]) -> list[Tensor]:
+        results = []
+        for number in range(CALLS):
+            come_first()
+            results.append(call(number))
+        return results
+
+    ways = {"nccl": nccl, "product": product, "ours": ours}
+    us = {
+        name: timed(world, {way: partial(calls, come_first, call) for way, call in ways.items()}, CALLS)
+        for name, come_first in before.items()
+    }
+    assert first.failure() is None
+    first.close()
+    return us
+
+
+def show(record: dict[str, Any]) -> str:
+    nccl, product, ours = (record[way] for way in ("nccl", "product", "ours"))
+    gather, saved = f"{nccl - product:5.1f} us", f"{nccl - ours:5.1f} us"
+    return f"{ROWS} x {record['n']} x {HIDDEN} behind {record['before']}: the gather costs {gather}, ours saves {saved}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, measure, show))
