@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -363,17 +364,20 @@ FLOPS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 """Floating-point operations in a second, of 16 bits, by the data sheet. Other devices are unknown."""
 
 
-@operator.bound(links="the links at full rate", arithmetic="the products of both matrices at the data sheet's rate")
+@operator.bound(links="the links at full rate", arithmetic="both products, shared evenly, at the data sheet's rate")
 def bound(problem: GatherAttention, hardware: Hardware, _: Rates) -> dict[str, float]:
-    """The time for the rank that receives most to receive the keys and values that it sees, and the time of its products."""
+    """The time for the rank that receives most to receive the keys and values that it sees, or if they are fewer all bytes of its
+    share of the heads. And the time of the products, shared evenly: heads may be exchanged where tokens are not even.
+    """
     token = problem.batch * problem.kv_heads * (problem.head_dim + problem.value_dim) * problem.item_size
-    ranks = range(problem.world_size)
+    ranks, peers = range(problem.world_size), problem.world_size - 1
     tokens = max(
         sum(end - first for source in ranks if source != rank for first, end in problem.keys_sent(source, rank)) for rank in ranks
     )
-    times = links_us(token * tokens, problem.world_size - 1, hardware)
+    times = links_us(min(token * tokens, problem.nbytes * peers // problem.world_size), peers, hardware)
     if hardware.device in FLOPS:
-        times["arithmetic"] = problem.flops / FLOPS[hardware.device] * 1e6
+        pairs = [problem.pairs(rank) for rank in ranks]
+        times["arithmetic"] = problem.flops * statistics.mean(pairs) / max(pairs) / FLOPS[hardware.device] * 1e6
     return times
 
 

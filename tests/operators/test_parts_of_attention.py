@@ -9,7 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from autotax.hardware import Hardware
 from autotax.operators.gather_attention import GatherAttention, Part
+from autotax.operators.registry import of
 
 
 @st.composite
@@ -116,3 +118,17 @@ def test_a_query_sees_its_own_sequence_alone(problem: GatherAttention, data: st.
             if source != rank:
                 of_source = covered([part for part in parts if part.source == source], size, size)
                 assert torch.equal(of_source, expected[:, source * size : source * size + size].int())
+
+
+def test_the_bound_shares_the_work_evenly_and_takes_the_fewer_bytes() -> None:
+    h200 = Hardware("cuda", "NVIDIA H200", "cuda:90", 4, 140, 132, 232448, 60 << 20, "peer access 12/12 pairs")
+
+    def bounds(q_heads: int, kv_heads: int, world: int, layout: str) -> dict[str, float]:
+        problem = GatherAttention(1, q_heads, kv_heads, 128, 32768, "bf16", world, "causal", layout)
+        return of(problem).bounds_us(problem, h200, {})
+
+    even, uneven = (bounds(64, 8, 2, layout)["arithmetic"] for layout in ("zigzag", "contiguous"))
+    assert abs(even - uneven) < 1e-3 * even, "rank 1 has three quarters of the work of contiguous shards, but heads may move"
+    keys = 16 * 2 * 128 * 2 * 32768
+    assert bounds(64, 8, 2, "contiguous")["links"] * 375e3 == keys / 2 / 2, "eight heads of keys of the other rank"
+    assert bounds(16, 16, 4, "zigzag")["links"] * 375e3 == keys / 4 * 3 / 4 * 2, "q, k, v and o of four heads, not all keys"
