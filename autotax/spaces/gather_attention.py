@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autotax.core.config import Config, Value
 from autotax.core.problem import power_of_two
 from autotax.core.space import Constraint, VariantSpace
@@ -13,6 +15,8 @@ LIBRARIES: dict[str, tuple[Value, ...]] = {"cuda": ("cudnn", "flash"), "rocm": (
 
 ORDERS = ("block_first", "head_first")
 """The next block of queries is the same block of the next head, or the next block of the same head."""
+PIECES = (1, 2, 4)
+"""More would be exchanged in messages that are too short for the links."""
 ACCUMULATORS = 160
 """Most float32 numbers that a thread holds: its part of the output and of the scores."""
 
@@ -39,9 +43,16 @@ def ring(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
 
 
 def heads(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
-    """None where the ranks do not divide the heads."""
-    divided = problem.kv_heads % problem.world_size == 0
-    return _by_library("heads", problem, hardware) if divided and problem.world_size > 1 else None
+    """None where the ranks do not divide the heads. Parameter `pieces`: parts of a rank's heads, each exchanged beside attention
+    to the one before.
+    """
+    own, rest = divmod(problem.kv_heads, problem.world_size)
+    if rest or problem.world_size == 1:
+        return None
+    plain = _by_library("heads", problem, hardware)
+    parameters = plain.parameters | {"pieces": tuple(count for count in PIECES if own % count == 0)}
+    seeds = [Config.of("heads", config.values | {"pieces": n}) for config in plain.seeds for n in (1, parameters["pieces"][-1])]
+    return replace(plain, parameters=parameters, seeds=tuple(dict.fromkeys(seeds)), former={"pieces": 1})
 
 
 def _by_roles(problem: GatherAttention, hardware: Hardware) -> bool:

@@ -10,7 +10,7 @@ from autotax.core.conditions import EAGER, Conditions
 from autotax.core.config import Config
 from autotax.db import Store
 from autotax.db.records import Entry, Place, stale_winners
-from autotax.operators.problems import GemmReduceScatter
+from autotax.operators.problems import GatherAttention, GemmReduceScatter
 from autotax.spaces import space_for
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PUSH, a_winner
 
@@ -44,17 +44,20 @@ def test_winners_of_calls_that_are_deployed_alike_are_proven_together() -> None:
 def test_winners_from_before_a_parameter_are_proven_with_what_they_did(tmp_path: Path) -> None:
     old = {"block_m": 64, "block_n": 128, "num_stages": 4, "group_m": 8, "order": "ring"}
     usual = {"adds": "warps", "polls": "piece"}
-    added = {"push_specialized": usual, "scaled_specialized": {**usual, "strip": 128}}
+    added = {"push_specialized": usual, "scaled_specialized": {**usual, "strip": 128}, "heads": {"pieces": 1}}
     problems = (
         GemmReduceScatter(512, 1024, 1024, "bf16", "scattered", 2),
         GemmReduceScatter(512, 1024, 1024, "e4m3", "scattered", 2, scales="row"),
+        GatherAttention(1, 16, 4, 128, 4096, "bf16", 2),
     )
+    before = {"heads": {"library": "cudnn"}}
     with Store.open(tmp_path / "some.db", create=True) as store:
         for problem, variant in zip(problems, added, strict=True):
-            winner = replace(a_winner(1, Config.of(variant, old), conditions=USUAL), problem=problem)
+            winner = replace(a_winner(1, Config.of(variant, before.get(variant, old)), conditions=USUAL), problem=problem)
             store.merge([Entry(winner)], "an older version")
         stale = stale_here(store, HARDWARE, problems, None, everything=True)
     assert {item.problem: item.configs for item in stale} == {
-        problem: (Config.of(variant, old | more),) for problem, (variant, more) in zip(problems, added.items(), strict=True)
+        problem: (Config.of(variant, before.get(variant, old) | more),)
+        for problem, (variant, more) in zip(problems, added.items(), strict=True)
     }
     assert all(config in space_for(item.problem, HARDWARE) for item in stale for config in item.configs)

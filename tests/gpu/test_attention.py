@@ -13,9 +13,23 @@ from autotax.nn import GatherAttention
 from autotax.operators.problems import GatherAttention as Problem
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from tests.nn.test_gather_attention import HEADS, KV_HEADS, LIMIT, SIZES, calls, drawn, far, of_each, own, right, seen, stream
+from tests.nn.test_gather_attention import (
+    HEADS,
+    KV_HEADS,
+    LIMIT,
+    SIZES,
+    calls,
+    config_of,
+    drawn,
+    far,
+    of_each,
+    own,
+    right,
+    seen,
+    stream,
+)
 
-VARIANTS = ("bsp", "decomposed", "heads", "copy_engine", "push_specialized", "push")
+VARIANTS = ("bsp", "decomposed", "heads", "heads/2", "copy_engine", "push_specialized", "push")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +47,7 @@ def test_outputs_and_gradients_are_those_of_dense_attention(ranks: Ranks, layout
         assert max(found) < LIMIT, found
 
 
-@pytest.mark.parametrize("variant", ["bsp", "decomposed", "heads", "copy_engine", "push"])
+@pytest.mark.parametrize("variant", ["bsp", "decomposed", "heads", "heads/2", "copy_engine", "push"])
 @pytest.mark.parametrize(
     ("layout", "mask", "window", "dims"),
     [
@@ -51,7 +65,7 @@ def test_windows_and_heads_of_two_sizes_are_those_of_dense_attention(
 ) -> None:
     dim, v_dim = dims or (SIZES["cuda"][0], 0)
     problem = Problem(2, HEADS, KV_HEADS, dim, SIZES["cuda"][1], "bf16", 2, mask, layout, window, v_dim)
-    if variant not in space_for(problem, detect()).variants:
+    if variant.partition("/")[0] not in space_for(problem, detect()).variants:
         pytest.skip("the variant does not serve this problem")
     for found in ranks.run(calls, layout, mask, variant, window, dims, timeout=60):
         assert max(found) < LIMIT, found
@@ -79,7 +93,7 @@ def replayed(world: World, variant: str) -> list[float]:
     """Deviations of the outputs of a graph of three calls, replayed with other inputs."""
     dim, tokens = SIZES["cuda"]
     problem = Problem(2, HEADS, KV_HEADS, dim, tokens, "bf16", world.size, layout="zigzag")
-    config = space_for(problem, detect(world.backend)).default(variant)
+    config = config_of(problem, detect(world.backend), variant)
     module = GatherAttention(KV_HEADS, HEADS, dim, tokens, max_batch=2, layout="zigzag", device=world.device, config=config)
     whole = drawn(tokens, dim, world.device)
     static = [own(world, tensor, "zigzag") for tensor in whole[:3]]

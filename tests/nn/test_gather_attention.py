@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
-from autotax.hardware import detect
+from autotax.hardware import Hardware, detect
 from autotax.heap.world import World
 from autotax.nn import GatherAttention
 from autotax.operators.problems import GatherAttention as Problem
@@ -22,7 +22,7 @@ from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from tests.volume import volume
 
-HEADS, KV_HEADS = 4, 2
+HEADS, KV_HEADS = 8, 4
 SIZES = {"cpu": (16, 64), "cuda": (128, 1024)}
 """Elements of a head and tokens of a sequence, by the type of the ranks' devices."""
 DIM, TOKENS = SIZES["cpu"]
@@ -92,6 +92,13 @@ def far(world: World, results: list[Any], expected: list[Tensor], layout: str) -
     return max(float((result.float() - part).abs().max() / part.abs().max().clamp_min(0.1)) for result, part in pairs)
 
 
+def config_of(problem: Problem, hardware: Hardware, variant: str) -> Config:
+    """The default of a variant; of `heads/2` with two pieces."""
+    name, _, pieces = variant.partition("/")
+    default: Config = space_for(problem, hardware).default(name)
+    return Config.of(name, default.values | {"pieces": int(pieces)}) if pieces else default
+
+
 def calls(
     world: World, layout: str, mask: str, variant: str, window: int = 0, dims: tuple[int, int] | None = None
 ) -> list[float]:  # fmt: skip
@@ -99,7 +106,7 @@ def calls(
     dim, tokens = SIZES[world.device.type]
     dim, v_dim = dims or (dim, 0)
     problem = Problem(2, HEADS, KV_HEADS, dim, tokens, "bf16", world.size, mask, layout, window, v_dim)
-    config: Config = space_for(problem, detect(world.backend)).default(variant)
+    config = config_of(problem, detect(world.backend), variant)
     causal = mask == "causal"
     more = {"causal": causal, "layout": layout, "window": window, "v_dim": v_dim}
     module = GatherAttention(KV_HEADS, HEADS, dim, tokens, max_batch=2, device=world.device, config=config, **more)  # type: ignore[arg-type]
@@ -138,13 +145,15 @@ def calls(
 WAYS = [
     ("zigzag", "causal", "push"),
     ("contiguous", "causal", "decomposed"),
-    ("contiguous", "none", "heads"),
+    ("contiguous", "none", "heads/2"),
     *(
         pytest.param(layout, mask, variant, marks=pytest.mark.volume)
         for layout, mask, variant in (
             ("zigzag", "causal", "bsp"),
             ("zigzag", "causal", "decomposed"),
             ("zigzag", "causal", "heads"),
+            ("zigzag", "causal", "heads/2"),
+            ("contiguous", "none", "heads"),
             ("contiguous", "causal", "bsp"),
             ("contiguous", "none", "push"),
         )
@@ -173,7 +182,7 @@ WINDOWS = [
             ("zigzag", "heads", 20, None),
             ("zigzag", "bsp", 64, None),
             ("contiguous", "decomposed", 0, (24, 16)),
-            ("zigzag", "heads", 0, (24, 16)),
+            ("zigzag", "heads/2", 0, (24, 16)),
         )
     ),
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -254,45 +254,72 @@ class Heads(VendorAttention):
 
     One all-to-all brings q, k and v of a rank's heads, another one returns the output. Each rank attends to the whole sequence at
     once, so nothing is merged. Ranks exchange queries and outputs too, hence more bytes than keys alone where few KV heads serve
-    many query heads.
+    many query heads. With several `pieces` of a rank's heads, attention to one piece runs beside the exchange of the next one and
+    the return of the one before (the sequence parallelism of DeepSpeed-Ulysses, arXiv 2309.14509, overlapped).
     """
 
     KEEPS_LSE = False
 
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        world, kind = problem.world_size, context.dtype(problem)
-        q_heads, kv_heads = problem.q_heads // world, problem.kv_heads // world
+        world, kind, pieces = problem.world_size, context.dtype(problem), int(config["pieces"])
+        q_heads, kv_heads = problem.q_heads // world // pieces, problem.kv_heads // world // pieces
         self.dims = problem.head_dim, problem.head_dim, problem.value_dim
         sizes = [heads * dim for heads, dim in zip((q_heads, kv_heads, kv_heads), self.dims, strict=True)]
         self.bounds = [(sum(sizes[:at]), sum(sizes[: at + 1])) for at in range(3)]
-        shape = world, problem.batch, problem.shard_len
+        shape = pieces, world, problem.batch, problem.shard_len
         self.sent, self.received = (context.empty((*shape, sum(sizes)), kind) for _ in range(2))
-        self.whole = context.empty((problem.batch, problem.seq_len, sum(sizes)), kind)
+        self.whole = context.empty((pieces, problem.batch, problem.seq_len, sum(sizes)), kind)
         self.returned, self.arrived = (context.empty((*shape, q_heads * problem.value_dim), kind) for _ in range(2))
+        # Urgent, or attention would have all processors before the exchange beside it gets one.
+        self.side = context.streams(1, urgent=True) if pieces > 1 else []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        context, problem, world = self.context, self.problem, self.problem.world_size
-        for (first, end), tensor in zip(self.bounds, (q, k, v), strict=True):
-            by_rank = tensor.view(problem.batch, problem.shard_len, world, end - first)
-            context.copy(self.sent[..., first:end], by_rank.permute(2, 0, 1, 3))
-        context.all_to_all(self.received, self.sent)
-        for shard, place in self.places(self.received):
-            context.copy(place, shard)
-        heads, keys, values = (
-            self.whole[..., first:end].unflatten(2, (-1, dim)) for (first, end), dim in zip(self.bounds, self.dims, strict=True)
-        )
-        o, _ = self.part(problem.everything, heads, keys, values, None)
-        for shard, place in self.places(self.returned, o.flatten(2)):
-            context.copy(shard, place)
-        context.all_to_all(self.arrived, self.returned)
-        by_rank = out.view(problem.batch, problem.shard_len, world, -1)
-        context.copy(by_rank.permute(2, 0, 1, 3), self.arrived)
+        pieces, outputs = len(self.whole), list[Tensor]()
+        with self.aside():
+            self.bring(0, q, k, v)
+        for piece in range(pieces):
+            self.context.rejoin(self.side)
+            with self.aside():
+                if piece + 1 < pieces:
+                    self.bring(piece + 1, q, k, v)
+                if piece:
+                    self.give_back(piece - 1, outputs[-1], out)
+            heads, keys, values = (
+                self.whole[piece][..., first:end].unflatten(2, (-1, dim))
+                for (first, end), dim in zip(self.bounds, self.dims, strict=True)
+            )
+            outputs.append(self.part(self.problem.everything, heads, keys, values, None)[0])
+        with self.aside():
+            self.give_back(pieces - 1, outputs[-1], out)
+        self.context.rejoin(self.side)  # until then `outputs` keeps the memory that the side stream reads
 
-    def places(self, by_rank: Tensor, whole: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+    def aside(self) -> AbstractContextManager[Any]:
+        """Work beside what follows, where there are several pieces."""
+        return self.context.beside(self.side[0]) if self.side else nullcontext()
+
+    def bring(self, piece: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Sends each rank this piece of its heads, and puts what has come into the order of the sequence."""
+        context, sent = self.context, self.sent[piece]
+        for (first, end), tensor in zip(self.bounds, (q, k, v), strict=True):
+            by_rank = tensor.view(*tensor.shape[:2], self.problem.world_size, len(self.sent), end - first)[:, :, :, piece]
+            context.copy(sent[..., first:end], by_rank.permute(2, 0, 1, 3))
+        context.all_to_all(self.received[piece], sent)
+        for shard, place in self.places(self.received[piece], self.whole[piece]):
+            context.copy(place, shard)
+
+    def give_back(self, piece: int, o: Tensor, out: Tensor) -> None:
+        """Returns the output of a piece to the ranks that have its tokens."""
+        context = self.context
+        for shard, place in self.places(self.returned[piece], o.flatten(2)):
+            context.copy(shard, place)
+        context.all_to_all(self.arrived[piece], self.returned[piece])
+        by_rank = out.view(*out.shape[:2], self.problem.world_size, len(self.sent), -1)[:, :, :, piece]
+        context.copy(by_rank.permute(2, 0, 1, 3), self.arrived[piece])
+
+    def places(self, by_rank: Tensor, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Each chunk of tokens in a tensor by ranks, and its place in the whole sequence."""
         problem, length = self.problem, self.problem.chunk_len
-        whole = self.whole if whole is None else whole
         return [
             (by_rank[rank, :, at * length :][:, :length], whole[:, chunk * length :][:, :length])
             for rank in range(problem.world_size)
@@ -301,14 +328,14 @@ class Heads(VendorAttention):
 
     def changes_for(self, smaller: GatherAttention) -> dict[str, Any]:
         """Any number of sequences and tokens: the collectives are called with the sizes of the call."""
-        batch, tokens = smaller.batch, smaller.shard_len
-        changed: dict[str, Any] = {
-            name: memory.view(-1, *memory.shape[3:])[: batch * smaller.seq_len].view(-1, batch, tokens, *memory.shape[3:])
-            for name, memory in vars(self).items()
-            if name in ("sent", "received", "returned", "arrived")
-        }
-        flat = self.whole.view(-1, *self.whole.shape[2:])
-        return changed | {"whole": flat[: batch * smaller.seq_len].view(batch, smaller.seq_len, *self.whole.shape[2:])}
+
+        def first(memory: Tensor, *shape: int) -> Tensor:
+            width = memory.shape[-1]
+            return memory.flatten(1)[:, : math.prod(shape) * width].view(len(memory), *shape, width)
+
+        shape = smaller.world_size, smaller.batch, smaller.shard_len
+        changed: dict[str, Any] = {name: first(getattr(self, name), *shape) for name in ("sent", "received", "returned", "arrived")}
+        return changed | {"whole": first(self.whole, smaller.batch, smaller.seq_len)}
 
 
 class CopiedKeys(Kernel[GatherAttention]):
