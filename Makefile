@@ -1,7 +1,8 @@
 # make tune   set up .venv, then tune one All-Gather + GEMM and one Flash Decode problem on whatever is here
-# make test   set up .venv, then ruff, mypy and pytest, without what is marked as volume
-# make test-all   the same with it
+# make test   set up .venv, then ruff, mypy and pytest, without what takes seconds a case and what is marked as volume
+# make test-slow   what takes seconds a case
 # make test-volume   only what is marked so; AUTOTAX_TEST_PART=1/3 takes the first third of it
+# make test-all   the three of them
 # make test-versions   a sample under other versions of Python, torch and Triton, each in an environment of its own
 # make test-amd   set up .venv, then execute kernels compiled for AMD in an emulator: see docs/amd.md
 
@@ -17,7 +18,7 @@ SAMPLE := tests/kernels/test_compile.py tests/kernels/test_decode_features.py te
   tests/heap/test_triton_interpreter.py tests/torch/test_operators.py tests/cli/test_equal_code.py tests/cli/test_doctor.py
 LONG := whoever_is_late or fewer_rows or kv_heads_of_their_own or within_shared_memory or spills_nothing
 
-.PHONY: tune test test-all test-volume test-versions environments test-environments test-amd clean
+.PHONY: tune test test-slow test-all test-volume test-versions environments test-environments test-amd clean
 
 tune: .venv/ready
 	$(BIN)/autotax tune
@@ -26,13 +27,16 @@ tune: .venv/ready
 # comes after them. It is named here as well, because listing all other tests takes as long as running it.
 SHARED := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 NAMED := tests/gpu tests/nn/test_on_gpus.py tests/fleet/test_ray.py tests/fleet/test_slurm.py tests/test_unattended.py
-test: chosen := and not volume
+test: chosen := and not volume and not slow
 test test-all: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy & types=$$!; \
 	$(SHARED) -m 'not alone $(chosen)'; tests=$$?; \
 	wait $$types && exit $$tests
 	$(BIN)/python -m pytest -m 'alone $(chosen)' $(NAMED)
+
+test-slow: .venv/ready
+	$(SHARED) -m 'slow and not volume and not alone'
 
 # Of a part no case may need the machine for itself: pytest ends with 5 then.
 test-volume: .venv/ready

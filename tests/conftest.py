@@ -1,6 +1,7 @@
-"""Which tests need the machine for themselves, and which cases are volume: see the markers in pyproject.toml.
+"""Which tests need the machine for themselves, and which cases are slow or volume: see the markers in pyproject.toml.
 
-`make test` runs the others first, in four processes, long files at once; `make test-all` runs the volume too.
+`make test` runs the others first, in four processes, long files at once; `make test-slow` runs what is slow, `make test-all` the
+volume too.
 AUTOTAX_TEST_PART, `2/3` for instance, leaves one part of the cases, the same ones everywhere.
 """
 
@@ -27,6 +28,7 @@ from autotax.operators import declaration, registry
 from autotax.runner import processes
 from autotax.runner.processes import environment_with
 from autotax.runner.ranks import Ranks
+from tests.slow import listed
 
 # On a busy machine an example, or making one, takes any time.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -123,6 +125,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.alone)
         if item.get_closest_marker("alone"):
             item.add_marker(pytest.mark.xdist_group("alone"))  # one after another with `-n 2 --dist loadgroup` as well
+    slow = listed()
+    for item in items:
+        if not slow.isdisjoint((item.nodeid, item.nodeid.partition("::")[0])):
+            item.add_marker(pytest.mark.slow)
     sampled: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled"):
