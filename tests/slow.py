@@ -1,7 +1,9 @@
 """Cases that take seconds each: `make test-slow` runs them, `make test` the others. The list comes from the durations of a run:
 
     .venv/bin/python -m pytest -n 4 --dist loadfile -m 'not alone and not volume' --durations=0 -vv > LOG
-    .venv/bin/python -m tests.slow LOG > tests/slow.txt
+    .venv/bin/python -m tests.slow LOG [LOG ...] > tests/slow.txt
+
+What is slow in any of several logs is slow.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 LIST = Path(__file__).with_suffix(".txt")
-LONGEST_S = 3.0
+LONGEST_S = 2.0
 """A case that takes longer is slow, with its own fixtures."""
 SHARED_S = 20.0
 """Fixtures that take longer cost the first case of their file that uses them, whichever that is. So the file is slow."""
@@ -36,4 +38,4 @@ def slow(log: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(slow(Path(sys.argv[1]).read_text())))
+    print("\n".join(sorted({case for log in sys.argv[1:] for case in slow(Path(log).read_text())})))
