@@ -116,7 +116,7 @@ class Fp8Linear(nn.Module):
     def __init__(self, n: int, k: int, made: dict[str, Any]) -> None:
         super().__init__()
         codes, scales = by_rows(torch.randn(n, k, **made) / k**0.5)
-        self.weight, self.scales = (nn.Parameter(each, False) for each in (codes, scales.t().contiguous()))
+        self.weight, self.scales = (nn.Parameter(tensor, False) for tensor in (codes, scales.t().contiguous()))
 
     def forward(self, codes: Tensor, scales: Tensor | None) -> Tensor:
         if scales is None:  # an input that was not quantised
@@ -140,7 +140,7 @@ class Fp8Block(Block):
         self.w2 = Fp8Linear(plan.hidden, plan.ffn // ranks, made)
 
     def gathered(self, x: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(each if each is None else all_gather_tensor(each, 0, self.group) for each in self.quantised(x))
+        return tuple(tensor if tensor is None else all_gather_tensor(tensor, 0, self.group) for tensor in self.quantised(x))
 
     def scattered(self, layer: nn.Module, x: Tensor) -> Tensor:
         return reduce_scatter_tensor(layer(*self.quantised(x)), "sum", 0, self.group)
@@ -256,7 +256,7 @@ def step_of(stack: nn.Module, train: bool, dy: Tensor) -> Callable[[Tensor], tup
                 return (compiled(x),)
         x = x.detach().requires_grad_()
         y = compiled(x)
-        return (y.detach(), *(local(each) for each in torch.autograd.grad(y, [x, *weights], dy)))
+        return (y.detach(), *(local(tensor) for tensor in torch.autograd.grad(y, [x, *weights], dy)))
 
     return step
 
@@ -289,7 +289,7 @@ def scenario(world: World, plan: Plan, tokens: int) -> dict[str, Any]:
         step = step_of(stack_of(plan, world, name, tokens), plan.train, dy)
         with edition(name, world):
             runs[name] = Runnable(lambda step=step: step(x), on_gpu)  # type: ignore[misc]
-    right = [each.float() for each in runs[NCCL].out]
+    right = [result.float() for result in runs[NCCL].out]
     if plan.fp8:
         with torch.no_grad(), edition(NCCL, world):
             right = [stack_of(plan, world, REFERENCE, tokens)(x).float()]
@@ -303,25 +303,25 @@ def scenario(world: World, plan: Plan, tokens: int) -> dict[str, Any]:
     return {"tokens": tokens, "errors": [errors, after], "times": times}
 
 
-def _difference(found: Tensor, right: Tensor) -> float:
-    error = float((found.float() - right).norm() / right.norm())
+def _difference(result: Tensor, right: Tensor) -> float:
+    error = float((result.float() - right).norm() / right.norm())
     return error if math.isfinite(error) else math.inf
 
 
-def reduce(found: list[dict[str, Any]], backend: str) -> dict[str, Any]:
+def reduce(ranks: list[dict[str, Any]], backend: str) -> dict[str, Any]:
     """One number of tokens of all ranks."""
-    times = {name: [max(at) for at in zip(*(rank["times"][name] for rank in found), strict=True)] for name in found[0]["times"]}
-    told: dict[str, Any] = {"tokens": found[0]["tokens"], "us": {name: statistics.median(of) for name, of in times.items()}}
+    times = {name: [max(at) for at in zip(*(rank["times"][name] for rank in ranks), strict=True)] for name in ranks[0]["times"]}
+    record: dict[str, Any] = {"tokens": ranks[0]["tokens"], "us": {name: statistics.median(of) for name, of in times.items()}}
     for base in (NCCL, TORCH):
         ratio, ends = speedup(times[base], times[OURS])
-        told[f"autotax over {base}"] = [ratio, *ends]
+        record[f"autotax over {base}"] = [ratio, *ends]
         if MODULES in times:
             ratio, ends = speedup(times[base], times[MODULES])
-            told[f"{MODULES} over {base}"] = [ratio, *ends]
-    worst = {name: max(each[name] for rank in found for each in rank["errors"]) for name in times}
+            record[f"{MODULES} over {base}"] = [ratio, *ends]
+    worst = {name: max(errors[name] for rank in ranks for errors in rank["errors"]) for name in times}
     most = TOLERANCE[backend] if backend != "fp8" else min(TOLERANCE[backend], 1.05 * worst[NCCL])
     equal = all(error <= most for error in worst.values())
-    return told | {"relative_error": {name: min(error, 1e9) for name, error in worst.items()}, "equal": equal}
+    return record | {"relative_error": {name: min(error, 1e9) for name, error in worst.items()}, "equal": equal}
 
 
 def main() -> int:
@@ -338,39 +338,39 @@ def main() -> int:
     parser.add_argument("--db", help="database of winners, a path or a URL; default: yours")
     parser.add_argument("--json", type=Path, help="file for the document")
     parser.add_argument("--timeout", type=float, default=500.0, help="seconds after which all ranks are killed")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        hardware = detect(given.backend)
-        ranks = given.world_size or hardware.default_world_size
-        check_world_size(hardware, ranks)
-        for value in (*given.tokens, given.q_heads, given.kv_heads, given.ffn):
-            if value < 1 or value % ranks:
-                raise UsageError(f"a size is {value}; {ranks} ranks share it: give multiples of these")
-        sizes = (given.hidden, given.q_heads, given.kv_heads, given.head_dim, given.ffn, given.layers)
-        plan = Plan(*sizes, tuple(given.tokens), given.train, given.rounds, given.db, given.fp8)
-        found = run_ranks(work, ranks, hardware.backend, plan, timeout=given.timeout)
+        hardware = detect(options.backend)
+        count = options.world_size or hardware.default_world_size
+        check_world_size(hardware, count)
+        for value in (*options.tokens, options.q_heads, options.kv_heads, options.ffn):
+            if value < 1 or value % count:
+                raise UsageError(f"a size is {value}; {count} ranks share it: give multiples of these")
+        sizes = (options.hidden, options.q_heads, options.kv_heads, options.head_dim, options.ffn, options.layers)
+        plan = Plan(*sizes, tuple(options.tokens), options.train, options.rounds, options.db, options.fp8)
+        ranks = run_ranks(work, count, hardware.backend, plan, timeout=options.timeout)
     except UsageError as error:
         print(f"async_tp.py: {error}", file=sys.stderr)
         return 2
     except RankFailure as failure:
         print(f"async_tp.py: the ranks failed\n{failure}", file=sys.stderr)
         return 1
-    judged = "fp8" if given.fp8 else "cuda" if hardware.on_gpu else "cpu"
-    scenarios = [reduce([rank["scenarios"][i] for rank in found], judged) for i in range(len(plan.tokens))]
-    print(f"{'forward and backward' if plan.train else 'forward'}, {plan.layers} layers, {ranks} ranks, {hardware}")
+    judged = "fp8" if options.fp8 else "cuda" if hardware.on_gpu else "cpu"
+    scenarios = [reduce([rank["scenarios"][i] for rank in ranks], judged) for i in range(len(plan.tokens))]
+    print(f"{'forward and backward' if plan.train else 'forward'}, {plan.layers} layers, {count} ranks, {hardware}")
     if not hardware.on_gpu:
         print("CPU ranks: these figures say nothing about GPUs")
-    for each in scenarios:
-        us = ", ".join(f"{name} {value:.0f} us" for name, value in each["us"].items())
-        gains = ", ".join(f"{ratio[0]:.2f}x {name}" for name, ratio in each.items() if " over " in name)
-        print(f"{each['tokens']} tokens: {us}; {gains}; outputs {'equal' if each['equal'] else 'DIFFER'}")
-        print(f"  differences from {REFERENCE if plan.fp8 else NCCL}: {each['relative_error']}")
-    print(found[0]["ran"])
-    told = {"place": str(hardware), "software": environment(hardware.backend).to_dict(), "plan": asdict(plan)}
-    if given.json:
-        told |= {"captured": hardware.on_gpu, "scenarios": scenarios, "ran": found[0]["ran"]}
-        given.json.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return 0 if all(each["equal"] for each in scenarios) else 1
+    for row in scenarios:
+        us = ", ".join(f"{name} {value:.0f} us" for name, value in row["us"].items())
+        gains = ", ".join(f"{ratio[0]:.2f}x {name}" for name, ratio in row.items() if " over " in name)
+        print(f"{row['tokens']} tokens: {us}; {gains}; outputs {'equal' if row['equal'] else 'DIFFER'}")
+        print(f"  differences from {REFERENCE if plan.fp8 else NCCL}: {row['relative_error']}")
+    print(ranks[0]["ran"])
+    document = {"place": str(hardware), "software": environment(hardware.backend).to_dict(), "plan": asdict(plan)}
+    if options.json:
+        document |= {"captured": hardware.on_gpu, "scenarios": scenarios, "ran": ranks[0]["ran"]}
+        options.json.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return 0 if all(row["equal"] for row in scenarios) else 1
 
 
 if __name__ == "__main__":

@@ -182,8 +182,8 @@ class FusedNorm(Step):
         self.made.append(norm)
         return norm
 
-    def normed(self, found: tuple[Tensor, ...]) -> tuple[Any, Tensor]:
-        y, x, *scales = found
+    def normed(self, outputs: tuple[Tensor, ...]) -> tuple[Any, Tensor]:
+        y, x, *scales = outputs
         return ((y, scales[0].view(-1, 1)) if self.fp8 else y), x
 
     def boundary(self, layer: int, which: int, a: Tensor, x: Tensor) -> tuple[Any, Tensor]:
@@ -291,7 +291,7 @@ class NoExchange(FusedNorm):
 
 def work(world: World, plan: Plan) -> list[dict[str, Any]]:
     """One rank: each dtype and batch in all editions."""
-    sizes, found = plan.sizes, []
+    sizes, records = plan.sizes, []
     with torch.no_grad():
         drawn = [Weights.draw(sizes, world, torch.bfloat16, seed) for seed in range(sizes.layers)]
         norm = torch.ones(sizes.hidden, device=world.device, dtype=torch.bfloat16)
@@ -300,7 +300,7 @@ def work(world: World, plan: Plan) -> list[dict[str, Any]]:
             theirs = decoder(sizes, batch, world, torch.bfloat16, config=plan.bsp[batch])
             ours = decoder(sizes, batch, world, torch.bfloat16, db=plan.db)
             for dtype in plan.dtypes:
-                layers = [[Weight.of(each.detach(), dtype) for each in weights] for weights in drawn]
+                layers = [[Weight.of(weight.detach(), dtype) for weight in weights] for weights in drawn]
                 kinds = zip(EDITIONS, (Step, FusedNorm, Ours, OneOperator, NoExchange), strict=True)
                 steps = {name: kind(plan, world, layers, norm, caches) for name, kind in kinds}
                 x = residual(world, plan, batch, 0)
@@ -311,16 +311,16 @@ def work(world: World, plan: Plan) -> list[dict[str, Any]]:
                     for name in EDITIONS if number % 2 else EDITIONS[::-1]:
                         times[name].append(timed(world, runs[name]))
                 errors = [*before, check(world, plan, x, runs, batch, 3)]
-                worst = {name: max(each[name] for each in errors) for name in errors[0]}
+                worst = {name: max(error[name] for error in errors) for name in errors[0]}
                 chosen = {name: steps[name].chosen() for name in (OURS, OPERATOR)}
-                found.append({"dtype": dtype, "batch": batch, "times": times, "errors": worst, "chosen": chosen})
+                records.append({"dtype": dtype, "batch": batch, "times": times, "errors": worst, "chosen": chosen})
                 world.synchronize()
                 del runs
                 for step in steps.values():
                     step.close()
             for decode in (theirs, ours):
                 decode.close()
-    return found
+    return records
 
 
 def runnable(step: Step, x: Tensor, decode: FlashDecode) -> Runnable:
@@ -355,27 +355,27 @@ def main() -> int:
     parser.add_argument("--db", help="database of winners, a path or a URL; default: yours")
     parser.add_argument("--json", type=Path, help="file for the document")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which all ranks are killed")
-    given = parser.parse_args()
-    if given.db:
-        os.environ["AUTOTAX_DB"] = given.db  # operators of torch have no other way to be given one
-    hardware = detect(given.backend)
-    heads = (given.q_heads, given.kv_heads, given.head_dim)
-    sizes = Sizes(given.hidden, *heads, given.ffn, given.layers, given.kv_len, given.world_size)
-    bsp = {batch: best_bsp(_attention(sizes, batch, "bf16"), hardware, given.db) for batch in given.batches}
-    plan = Plan(sizes, tuple(given.batches), tuple(given.dtypes), bsp, given.db, given.rounds)
+    options = parser.parse_args()
+    if options.db:
+        os.environ["AUTOTAX_DB"] = options.db  # operators of torch have no other way to be given one
+    hardware = detect(options.backend)
+    heads = (options.q_heads, options.kv_heads, options.head_dim)
+    sizes = Sizes(options.hidden, *heads, options.ffn, options.layers, options.kv_len, options.world_size)
+    bsp = {batch: best_bsp(_attention(sizes, batch, "bf16"), hardware, options.db) for batch in options.batches}
+    plan = Plan(sizes, tuple(options.batches), tuple(options.dtypes), bsp, options.db, options.rounds)
     try:
-        ranks = run_ranks(work, given.world_size, hardware.backend, plan, timeout=given.timeout)
+        ranks = run_ranks(work, options.world_size, hardware.backend, plan, timeout=options.timeout)
     except RankFailure as failure:
         print(f"decode.py: the ranks failed\n{failure}", file=sys.stderr)
         return 1
-    print(f"{given.layers} layers, KV {given.kv_len}, {given.world_size} ranks, {hardware}; microseconds of a step")
+    print(f"{options.layers} layers, KV {options.kv_len}, {options.world_size} ranks, {hardware}; microseconds of a step")
     right, document = True, []
     for of_ranks in zip(*ranks, strict=True):
         mine = of_ranks[0]
-        times = {name: [max(at) for at in zip(*(each["times"][name] for each in of_ranks), strict=True)] for name in EDITIONS}
+        times = {name: [max(at) for at in zip(*(rank["times"][name] for rank in of_ranks), strict=True)] for name in EDITIONS}
         us = {name: statistics.median(of) for name, of in times.items()}
         ratios = {name: speedup(times[name], times[OURS]) for name in (NCCL, FUSED, OPERATOR)}
-        errors = {name: max(each["errors"][name] for each in of_ranks) for name in EDITIONS[1:-1]}
+        errors = {name: max(rank["errors"][name] for rank in of_ranks) for name in EDITIONS[1:-1]}
         right = right and max(errors.values()) <= TOLERANCE[mine["dtype"]]
         gains = ", ".join(f"{ratio:.2f}x [{low:.2f}, {high:.2f}] over {name}" for name, (ratio, (low, high)) in ratios.items())
         shown = ", ".join(f"{name} {value:.1f}" for name, value in us.items())
@@ -383,8 +383,8 @@ def main() -> int:
         print(f"  without any exchange NCCL's edition would be {us[NCCL] / us[BOUND]:.2f}x as fast")
         print(f"  differences from NCCL {errors}; {mine['chosen']}")
         document.append(mine | {"us": us, "ratios": {name: [ratio, *ends] for name, (ratio, ends) in ratios.items()}})
-    if given.json:
-        given.json.write_text(json.dumps({"place": str(hardware), "found": document}) + "\n", encoding="utf-8")
+    if options.json:
+        options.json.write_text(json.dumps({"place": str(hardware), "found": document}) + "\n", encoding="utf-8")
     return 0 if right else 1
 
 

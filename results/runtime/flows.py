@@ -162,18 +162,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="files of autotax, and hops between them, of a trial, a look-up and a call")
     parser.add_argument("--calls", action="store_true", help="list files and hops")
     parser.add_argument("--flow", choices=FLOWS, help="trace this flow in this process, and print JSON")
-    given = parser.parse_args()
-    if given.flow:
-        print(json.dumps(RUNS[given.flow]()))
+    options = parser.parse_args()
+    if options.flow:
+        print(json.dumps(RUNS[options.flow]()))
         return
     for flow in FLOWS:
-        told = traced(flow)
-        imported = f", {told['imported']} modules imported" if flow == "look-up" else ""
-        print(f"{flow}: {told['files']} files, {told['hops']} hops, {told['calls']} calls between files{imported}")
-        if given.calls:
-            for file, count in told["into"]:
+        trace = traced(flow)
+        imported = f", {trace['imported']} modules imported" if flow == "look-up" else ""
+        print(f"{flow}: {trace['files']} files, {trace['hops']} hops, {trace['calls']} calls between files{imported}")
+        if options.calls:
+            for file, count in trace["into"]:
                 print(f"  {count:6} {file}")
-            for caller, callee, count in told["hop"]:
+            for caller, callee, count in trace["hop"]:
                 print(f"  {count:6} {caller} -> {callee}")
 
 

@@ -49,8 +49,8 @@ def ways_of(operator: str, world: World) -> tuple[str, Ways]:
     made = {"device": world.device, "dtype": dtype}
     a = torch.randn(m // world.size, k, **made) if gathers else torch.randn(m, n, **made)
     b = torch.randn(n, k, **made).t() if gathers else torch.randn(k, n, **made).t()
-    asked: tuple[Any, ...] = ([b], 0, group) if gathers else (b, "sum", 0, group)
-    named = {"return_A": False} if gathers else {}
+    arguments: tuple[Any, ...] = ([b], 0, group) if gathers else (b, "sum", 0, group)
+    keywords = {"return_A": False} if gathers else {}
     ours = getattr(torch.ops.autotax, operator)
     # CPU ranks have no operator of torch's own, but what it computes.
     own = getattr(torch.ops.symm_mem, operator)
@@ -64,9 +64,9 @@ def ways_of(operator: str, world: World) -> tuple[str, Ways]:
         else:
             reduce_scatter(whole, torch.mm(a, b))
 
-    ways: Ways = {OURS: lambda: ours(a, *asked, **named), THEIRS: lambda: own(a, *asked, **named), LIBRARY: library}
-    ours(a, *asked, **named)  # collective: it prepares
-    (plan,) = [each for key, each in plans.plans_of(group, world.device).known.items() if key[0] == operator]
+    ways: Ways = {OURS: lambda: ours(a, *arguments, **keywords), THEIRS: lambda: own(a, *arguments, **keywords), LIBRARY: library}
+    ours(a, *arguments, **keywords)  # collective: it prepares
+    (plan,) = [known for key, known in plans.plans_of(group, world.device).known.items() if key[0] == operator]
     if plan.kernel is None:
         return f"torch's own: {plan.count.reason}", ways
     shape = (m if gathers else m // world.size, b.shape[1])
@@ -76,7 +76,7 @@ def ways_of(operator: str, world: World) -> tuple[str, Ways]:
 def measure(world: World, rounds: int, db: str | None) -> list[dict[str, Any]]:
     """For each operator what it took, and for each way the microseconds of every round on this rank."""
     plans.use(plans.Deployment(db))
-    told = []
+    records = []
     with torch.no_grad():
         for operator in (GATHER, SCATTER):
             taken, ways = ways_of(operator, world)
@@ -89,17 +89,17 @@ def measure(world: World, rounds: int, db: str | None) -> list[dict[str, Any]]:
                     if number >= WARM_ROUNDS:
                         times[way].append((time.perf_counter_ns() - start) / 1e3)
                 world.synchronize()
-            told.append({"module": operator, "takes": taken, "times": times})
+            records.append({"module": operator, "takes": taken, "times": times})
     if failures := plans.failures():
         raise RuntimeError("; ".join(failures))
     dist.barrier()
     autotax.torch.uninstall()
-    return told
+    return records
 
 
-def reduce(found: list[dict[str, Any]]) -> dict[str, Any]:
+def reduce(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """One operator of all ranks: each figure is that of the worst rank."""
-    times = [rank["times"] for rank in found]
+    times = [rank["times"] for rank in ranks]
     rows = [
         {
             "way": way,
@@ -108,8 +108,8 @@ def reduce(found: list[dict[str, Any]]) -> dict[str, Any]:
         }
         for way in times[0]
     ]
-    compared = {base: above(found, OURS, base) for base in (THEIRS, LIBRARY, KERNEL) if base in times[0]}
-    return {"operator": found[0]["module"], "takes": found[0]["takes"], "ways": rows, "ours_above": compared}
+    compared = {base: above(ranks, OURS, base) for base in (THEIRS, LIBRARY, KERNEL) if base in times[0]}
+    return {"operator": ranks[0]["module"], "takes": ranks[0]["takes"], "ways": rows, "ours_above": compared}
 
 
 def main() -> int:
@@ -120,30 +120,31 @@ def main() -> int:
     parser.add_argument("--db", help="database of winners, a path or a URL; default: yours")
     parser.add_argument("--json", type=Path, help="file for the document")
     parser.add_argument("--timeout", type=float, default=200.0, help="seconds after which all ranks are killed")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        hardware = detect(given.backend)
-        ranks = given.world_size or hardware.default_world_size
-        check_world_size(hardware, ranks)
-        found = run_ranks(measure, ranks, hardware.backend, given.rounds, given.db, timeout=given.timeout)
+        hardware = detect(options.backend)
+        count = options.world_size or hardware.default_world_size
+        check_world_size(hardware, count)
+        ranks = run_ranks(measure, count, hardware.backend, options.rounds, options.db, timeout=options.timeout)
     except UsageError as error:
         print(f"fused_overhead.py: {error}", file=sys.stderr)
         return 2
     except RankFailure as failure:
         print(f"fused_overhead.py: the ranks failed\n{failure}", file=sys.stderr)
         return 1
-    operators = [reduce([rank[i] for rank in found]) for i in range(len(found[0]))]
-    print(f"microseconds of the host for one eager call, {hardware}, {given.rounds} rounds; median and 99th percentile")
-    for each in operators:
-        print(f"{each['operator']}: {each['takes']}")
-        for row in each["ways"]:
+    operators = [reduce([rank[i] for rank in ranks]) for i in range(len(ranks[0]))]
+    print(f"microseconds of the host for one eager call, {hardware}, {options.rounds} rounds; median and 99th percentile")
+    for operator in operators:
+        print(f"{operator['operator']}: {operator['takes']}")
+        for row in operator["ways"]:
             print(f"  {row['way']}: {row['p50_us']:.1f}, {row['p99_us']:.1f}")
-        for base, row in each["ours_above"].items():
+        for base, row in operator["ours_above"].items():
             low, high = row["above_interval_us"]
             print(f"  ours above {base}: {row['above_p50_us']:.1f} [{low:.1f}, {high:.1f}]")
-    told = {"place": str(hardware), "software": environment(hardware.backend).to_dict(), "rounds": given.rounds}
-    if given.json:
-        given.json.write_text(json.dumps(told | {"operators": operators}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    document = {"place": str(hardware), "software": environment(hardware.backend).to_dict(), "rounds": options.rounds}
+    if options.json:
+        document |= {"operators": operators}
+        options.json.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return 0
 
 

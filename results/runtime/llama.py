@@ -76,14 +76,14 @@ def _trained(plan: Plan, m: int) -> list[Problem]:
     """Forward and backward of one sequence."""
     sizes = plan.sizes
     columns = [sizes.qkv_columns, 2 * sizes.ffn_columns]
-    asked = (plan.dtype, "m", sizes.world_size)
-    found: list[Problem] = [AllGatherGemm(m, n, sizes.hidden, *asked) for n in columns]
-    found += [GemmReduceScatter(m, sizes.hidden, n, plan.dtype, "scattered", sizes.world_size, "kn") for n in columns]
+    shared = (plan.dtype, "m", sizes.world_size)
+    trained: list[Problem] = [AllGatherGemm(m, n, sizes.hidden, *shared) for n in columns]
+    trained += [GemmReduceScatter(m, sizes.hidden, n, plan.dtype, "scattered", sizes.world_size, "kn") for n in columns]
     if plan.row_parallel:
         for inner in (sizes.q_columns, sizes.ffn_columns):
-            found.append(GemmReduceScatter(m, sizes.hidden, inner, plan.dtype, "scattered", sizes.world_size))
-            found.append(AllGatherGemm(m, inner, sizes.hidden, *asked, "kn"))
-    return found
+            trained.append(GemmReduceScatter(m, sizes.hidden, inner, plan.dtype, "scattered", sizes.world_size))
+            trained.append(AllGatherGemm(m, inner, sizes.hidden, *shared, "kn"))
+    return trained
 
 
 def _attention(sizes: Sizes, batch: int, dtype: str) -> FlashDecode:
@@ -118,21 +118,21 @@ def promises(plan: Plan, rows: int, decodes: bool, hardware: Hardware) -> dict[s
         return best.baseline_us - best.latency_us if best else 0.0
 
     return {
-        name: (2 if name == "gate, up" else 1) * sum(saved(problem) for problem in asked if applies(problem))
-        for name, asked in problems(plan).items()
+        name: (2 if name == "gate, up" else 1) * sum(saved(problem) for problem in of_module if applies(problem))
+        for name, of_module in problems(plan).items()
         if name != "training"
     }
 
 
-def reduce(name: str, found: Sequence[dict[str, Any]], dtype: str) -> dict[str, Any]:
+def reduce(name: str, ranks: Sequence[dict[str, Any]], dtype: str) -> dict[str, Any]:
     """One scenario of all ranks: the time of a round is the maximum over them, a latency the median over the rounds."""
-    ours, theirs = ([max(at) for at in zip(*(rank["samples"][which] for rank in found), strict=True)] for which in (0, 1))
+    ours, theirs = ([max(at) for at in zip(*(rank["samples"][which] for rank in ranks), strict=True)] for which in (0, 1))
     ratio, ends = speedup(theirs, ours)
-    error = max(error for rank in found for error in rank["errors"])
+    error = max(error for rank in ranks for error in rank["errors"])
     return {
         "name": name,
-        "rows": found[0]["rows"],
-        "spread": found[0]["spread"],
+        "rows": ranks[0]["rows"],
+        "spread": ranks[0]["spread"],
         "autotax_us": statistics.median(ours),
         "nccl_us": statistics.median(theirs),
         "speedup": ratio,
@@ -144,10 +144,10 @@ def reduce(name: str, found: Sequence[dict[str, Any]], dtype: str) -> dict[str, 
     }
 
 
-def document(plan: Plan, hardware: Hardware, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    asked = [(module, problem) for module, of in problems(plan).items() for problem in of]
+def document(plan: Plan, hardware: Hardware, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    pairs = [(module, problem) for module, of in problems(plan).items() for problem in of]
     reduced = [
-        reduce(each["name"], [rank["scenarios"][i] for rank in found], plan.dtype) for i, each in enumerate(found[0]["scenarios"])
+        reduce(of_ranks[0]["name"], of_ranks, plan.dtype) for of_ranks in zip(*(rank["scenarios"] for rank in ranks), strict=True)
     ]
     for scenario in reduced:
         kind = scenario["name"].partition(",")[0]
@@ -165,63 +165,65 @@ def document(plan: Plan, hardware: Hardware, found: Sequence[dict[str, Any]]) ->
             {
                 "module": module,
                 "problem": problem.to_dict(),
-                "takes": found[0]["taken"][problem.key],
+                "takes": ranks[0]["taken"][problem.key],
                 "match": (answer := lookup(problem, hardware=hardware, db=plan.db)).match,
                 "reason": answer.reason,
             }
-            for module, problem in asked
+            for module, problem in pairs
         ],
         "baseline": {f"batch {batch}": str(config) for batch, config in plan.bsp.items()},
         "scenarios": reduced,
-        "warnings": found[0]["warnings"],
-        "failures": [failure for rank in found for failure in rank["failures"]],
+        "warnings": ranks[0]["warnings"],
+        "failures": [failure for rank in ranks for failure in rank["failures"]],
     }
 
 
-def show(told: dict[str, Any], console: Console, note: str) -> None:
+def show(document: dict[str, Any], console: Console, note: str) -> None:
     modules = Table(title="what each module takes, and why", title_justify="left")
     for column in ("module", "problem", "takes", "look-up", "reason"):
         modules.add_column(column, overflow="fold")
-    for each in told["modules"]:
-        sizes = parameters(Config.of("", each["problem"]))
-        modules.add_row(each["module"], sizes, each["takes"], each["match"], each["reason"])
+    for row in document["modules"]:
+        sizes = parameters(Config.of("", row["problem"]))
+        modules.add_row(row["module"], sizes, row["takes"], row["match"], row["reason"])
     console.print(modules)
-    if all(each["match"] == "fallback" for each in told["modules"]):
+    if all(row["match"] == "fallback" for row in document["modules"]):
         console.print("nothing is tuned here: every module is bulk-synchronous, so there is nothing to win")
     ends = Table(title="end to end", title_justify="left", caption=note, caption_justify="left")
     figures = ("NCCL us", "autotax us", "speed-up [95 %]", "gained us", "promised us")
     for column in ("scenario", *figures, "relative difference", "outputs"):
         ends.add_column(column, justify="left" if column == "scenario" else "right")
-    for each in told["scenarios"]:
-        error = "not finite" if each["relative_error"] is None else f"{each['relative_error']:.1e}"
-        both = microseconds(each["nccl_us"]), microseconds(each["autotax_us"])
-        gain = f"{times(each['speedup'])} {interval(tuple(each['interval']))}"
-        equal = f"{'equal' if each['equal'] else 'DIFFER'} (within {each['tolerance']:g})"
-        saved = [microseconds(each[name]) if name in each else "-" for name in ("gained_us", "promised_us")]
-        ends.add_row(each["name"], *both, gain, *saved, error, equal)
+    for row in document["scenarios"]:
+        error = "not finite" if row["relative_error"] is None else f"{row['relative_error']:.1e}"
+        both = microseconds(row["nccl_us"]), microseconds(row["autotax_us"])
+        gain = f"{times(row['speedup'])} {interval(tuple(row['interval']))}"
+        equal = f"{'equal' if row['equal'] else 'DIFFER'} (within {row['tolerance']:g})"
+        saved = [microseconds(row[name]) if name in row else "-" for name in ("gained_us", "promised_us")]
+        ends.add_row(row["name"], *both, gain, *saved, error, equal)
     console.print(ends)
-    for line in (*told["warnings"], *told["failures"]):
+    for line in (*document["warnings"], *document["failures"]):
         console.print(f"notice: {line}", markup=False)
 
 
-def planned(given: argparse.Namespace, hardware: Hardware) -> Plan:
+def planned(options: argparse.Namespace, hardware: Hardware) -> Plan:
     """Raises UsageError for sizes that the ranks cannot share."""
-    ranks = given.world_size or hardware.default_world_size
+    ranks = options.world_size or hardware.default_world_size
     check_world_size(hardware, ranks)
     for name in ("hidden", "head_dim", "layers", "kv_len", "rounds"):
-        if getattr(given, name) < 1:
-            raise UsageError(f"{name} is {getattr(given, name)}; it must be at least 1: give another --{name.replace('_', '-')}")
-    shared = {name: [getattr(given, name)] for name in ("q_heads", "kv_heads", "ffn")}
-    shared |= {"prefill": given.prefill, "train": given.train}
+        if getattr(options, name) < 1:
+            option = name.replace("_", "-")
+            raise UsageError(f"{name} is {getattr(options, name)}; it must be at least 1: give another --{option}")
+    shared = {name: [getattr(options, name)] for name in ("q_heads", "kv_heads", "ffn")}
+    shared |= {"prefill": options.prefill, "train": options.train}
     for name, values in shared.items():
         if wrong := [value for value in values if value < 1 or value % ranks]:
             raise UsageError(f"{name} is {wrong[0]}; {ranks} ranks share it: give a multiple as --{name.replace('_', '-')}")
-    sizes = Sizes(given.hidden, given.q_heads, given.kv_heads, given.head_dim, given.ffn, given.layers, given.kv_len, ranks)
+    heads = options.q_heads, options.kv_heads, options.head_dim
+    sizes = Sizes(options.hidden, *heads, options.ffn, options.layers, options.kv_len, ranks)
     dtype = "bf16" if hardware.on_gpu else "fp32"
-    bsp = {batch: best_bsp(_attention(sizes, batch, dtype), hardware, given.db) for batch in given.decode}
-    sequences = tuple(given.prefill), tuple(given.decode), tuple(given.train)
-    ways = given.gate_up == "two", given.row_parallel == "autotax", given.gathered == "keep"
-    return Plan(sizes, dtype, *sequences, given.db, *ways, bsp, given.rounds)
+    bsp = {batch: best_bsp(_attention(sizes, batch, dtype), hardware, options.db) for batch in options.decode}
+    sequences = tuple(options.prefill), tuple(options.decode), tuple(options.train)
+    ways = options.gate_up == "two", options.row_parallel == "autotax", options.gathered == "keep"
+    return Plan(sizes, dtype, *sequences, options.db, *ways, bsp, options.rounds)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -244,22 +246,22 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    given = arguments().parse_args()
+    options = arguments().parse_args()
     try:
-        hardware = detect(given.backend)
-        plan = planned(given, hardware)
-        found = run_ranks(work, plan.sizes.world_size, hardware.backend, plan, timeout=given.timeout)
+        hardware = detect(options.backend)
+        plan = planned(options, hardware)
+        ranks = run_ranks(work, plan.sizes.world_size, hardware.backend, plan, timeout=options.timeout)
     except UsageError as error:
         print(f"llama.py: {error}", file=sys.stderr)
         return 2
     except RankFailure as failure:
         print(f"llama.py: the ranks failed\n{failure}", file=sys.stderr)
         return 1
-    told = document(plan, hardware, found)
-    show(told, Console(width=None if sys.stdout.isatty() else 160), str(hardware) if hardware.on_gpu else CPU_NOTE)
-    if given.json:
-        given.json.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return 0 if all(each["equal"] for each in told["scenarios"]) and not told["failures"] else 1
+    report = document(plan, hardware, ranks)
+    show(report, Console(width=None if sys.stdout.isatty() else 160), str(hardware) if hardware.on_gpu else CPU_NOTE)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return 0 if all(scenario["equal"] for scenario in report["scenarios"]) and not report["failures"] else 1
 
 
 if __name__ == "__main__":

@@ -37,12 +37,12 @@ BYTES = 192 << 20
 
 def measure(world: World, db: str | None) -> list[dict[str, Any]]:
     """The microseconds of each way on this rank."""
-    found = []
+    records = []
     with torch.no_grad():
         for n, k in SHAPES:
             for m in ROWS:
-                found.append({"m": m, "n": n, "k": k} | ways_of(world, m, n, k, db))
-    return found
+                records.append({"m": m, "n": n, "k": k} | ways_of(world, m, n, k, db))
+    return records
 
 
 def ways_of(world: World, m: int, n: int, k: int, db: str | None) -> dict[str, Any]:
@@ -53,12 +53,12 @@ def ways_of(world: World, m: int, n: int, k: int, db: str | None) -> dict[str, A
     weight, products = torch.ones(n, device=world.device, dtype=torch.bfloat16), torch.empty_like(residual)
     norm, library_norm = AllReduceNorm(n, m, sizes=[m], db=db), baseline(world, m, n)
     first = LinearAllReduce(weights[0], None, m, sizes=[m], db=db, norm=norm)
-    rest = [first, *(LinearAllReduce(each, like=first) for each in weights[1:])]
+    rest = [first, *(LinearAllReduce(weight_of_layer, like=first) for weight_of_layer in weights[1:])]
     total, y = torch.empty_like(residual), torch.empty_like(residual)
 
     def library() -> list[Tensor]:
-        for each in weights:
-            torch.mm(x, each.t(), out=products)
+        for own in weights:
+            torch.mm(x, own.t(), out=products)
             dist.all_reduce(products)
             add_and_norm(library_norm, products, residual, weight, total, y)
         return [y, total]
@@ -70,7 +70,7 @@ def ways_of(world: World, m: int, n: int, k: int, db: str | None) -> dict[str, A
 
         return run
 
-    measured, chosen = dict(first._apart), [each.config for each in (first.choices[-1], norm.choices[-1])]
+    measured, chosen = dict(first._apart), [weight_of_layer.config for weight_of_layer in (first.choices[-1], norm.choices[-1])]
     ways = {"library": library, "sum, norm": ours(False), "product, norm": ours(True)}
     us = timed(world, ways, layers)
     assert first.failure() is None and norm.failure() is None

@@ -139,7 +139,7 @@ def ways_of_decode(ranks: int, device: torch.device, db: str | None) -> tuple[st
 def measure(world: World | None, rounds: int, db: str | None) -> list[dict[str, Any]]:
     """For each module what it took, and for each way the microseconds of every round on this rank."""
     ranks, device = (world.size, world.device) if world else (1, torch.device("cpu"))
-    told = []
+    records = []
     with torch.no_grad():
         for name, prepare in (("AllGatherLinear", ways_of_linear), ("FlashDecode", ways_of_decode)):
             taken, ways = prepare(ranks, device, db)
@@ -155,26 +155,26 @@ def measure(world: World | None, rounds: int, db: str | None) -> list[dict[str, 
                         times[way].append(spent)
                 if world:
                     world.synchronize()
-            told.append({"module": name, "takes": taken, "times": times})
-    return told
+            records.append({"module": name, "takes": taken, "times": times})
+    return records
 
 
-def reduce(found: list[dict[str, Any]]) -> dict[str, Any]:
+def reduce(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """One module of all ranks: each figure is that of the worst rank."""
     rows = []
-    for way in found[0]["times"]:
+    for way in ranks[0]["times"]:
         row: dict[str, Any] = {
             "way": way,
-            "p50_us": round(max(statistics.median(rank["times"][way]) for rank in found), 3),
-            "p99_us": round(max(p99(rank["times"][way]) for rank in found), 3),
+            "p50_us": round(max(statistics.median(rank["times"][way]) for rank in ranks), 3),
+            "p99_us": round(max(p99(rank["times"][way]) for rank in ranks), 3),
         }
-        rows.append(row | above(found, way, JUDGED[way]) if way in JUDGED else row)
-    return {"module": found[0]["module"], "takes": found[0]["takes"], "ways": rows}
+        rows.append(row | above(ranks, way, JUDGED[way]) if way in JUDGED else row)
+    return {"module": ranks[0]["module"], "takes": ranks[0]["takes"], "ways": rows}
 
 
-def above(found: list[dict[str, Any]], way: str, base: str) -> dict[str, Any]:
+def above(ranks: list[dict[str, Any]], way: str, base: str) -> dict[str, Any]:
     """What a way takes above another, of the rank where it is most: differences within a round."""
-    per_rank = [[one - other for one, other in zip(rank["times"][way], rank["times"][base], strict=True)] for rank in found]
+    per_rank = [[one - other for one, other in zip(rank["times"][way], rank["times"][base], strict=True)] for rank in ranks]
     worst = max(per_rank, key=statistics.median)
     return {
         "above": base,
@@ -188,14 +188,14 @@ def p99(values: list[float]) -> float:
     return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
 
 
-def show(told: dict[str, Any]) -> None:
+def show(document: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(f"microseconds of the host for one eager call, {told['place']}, {told['rounds']} rounds")
-    for each in told["modules"]:
-        table = Table(title=f"{each['module']}: {each['takes']}", title_justify="left")
+    console.print(f"microseconds of the host for one eager call, {document['place']}, {document['rounds']} rounds")
+    for module in document["modules"]:
+        table = Table(title=f"{module['module']}: {module['takes']}", title_justify="left")
         for column in ("way", "p50", "p99", "above", "by p50 [95 %]", "by p99"):
             table.add_column(column, justify="left" if column in ("way", "above") else "right")
-        for row in each["ways"]:
+        for row in module["ways"]:
             figures = [row["way"], f"{row['p50_us']:.1f}", f"{row['p99_us']:.1f}"]
             if "above" in row:
                 low, high = row["above_interval_us"]
@@ -212,33 +212,33 @@ def main() -> int:
     parser.add_argument("--db", help="database of winners, a path or a URL; default: yours")
     parser.add_argument("--json", type=Path, help="file for the document")
     parser.add_argument("--timeout", type=float, default=200.0, help="seconds after which all ranks are killed")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        hardware = detect(given.backend)
-        ranks = given.world_size or (hardware.count if hardware.on_gpu else 1)
-        check_world_size(hardware, ranks)
-        if given.rounds < 1 or ranks < 1 or (ranks != 1 and not hardware.on_gpu):
-            raise UsageError(f"{given.rounds} rounds on {ranks} ranks; rounds must be 1 or more, CPU ranks 1: give others")
+        hardware = detect(options.backend)
+        count = options.world_size or (hardware.count if hardware.on_gpu else 1)
+        check_world_size(hardware, count)
+        if options.rounds < 1 or count < 1 or (count != 1 and not hardware.on_gpu):
+            raise UsageError(f"{options.rounds} rounds on {count} ranks; rounds must be 1 or more, CPU ranks 1: give others")
         if hardware.on_gpu:
-            found = run_ranks(measure, ranks, hardware.backend, given.rounds, given.db, timeout=given.timeout)
+            ranks = run_ranks(measure, count, hardware.backend, options.rounds, options.db, timeout=options.timeout)
         else:
             torch.set_num_threads(1)
-            found = [measure(None, given.rounds, given.db)]
+            ranks = [measure(None, options.rounds, options.db)]
     except UsageError as error:
         print(f"overhead.py: {error}", file=sys.stderr)
         return 2
     except RankFailure as failure:
         print(f"overhead.py: the ranks failed\n{failure}", file=sys.stderr)
         return 1
-    modules = [reduce([rank[i] for rank in found]) for i in range(len(found[0]))]
+    modules = [reduce([rank[i] for rank in ranks]) for i in range(len(ranks[0]))]
     place = str(hardware) if hardware.on_gpu else f"one process on a CPU ({hardware.device})"
-    worst = max(row["above_p50_us"] for each in modules for row in each["ways"] if row["way"] in JUDGED)
-    told = {"place": place, "software": environment(hardware.backend).to_dict(), "rounds": given.rounds, "modules": modules}
-    told |= {"budget_us": BUDGET_US, "worst_above_p50_us": worst, "within_budget": worst <= BUDGET_US}
-    show(told)
+    worst = max(row["above_p50_us"] for module in modules for row in module["ways"] if row["way"] in JUDGED)
+    document = {"place": place, "software": environment(hardware.backend).to_dict(), "rounds": options.rounds, "modules": modules}
+    document |= {"budget_us": BUDGET_US, "worst_above_p50_us": worst, "within_budget": worst <= BUDGET_US}
+    show(document)
     print(f"at most {worst:.1f} us above (median); the budget is {BUDGET_US:g} us")
-    if given.json:
-        given.json.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if options.json:
+        options.json.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return 0 if worst <= BUDGET_US else 1
 
 

@@ -67,13 +67,13 @@ def main(about: str, measure: Callable[[World, str | None], list[dict[str, Any]]
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--db", help="database of winners, a path or a URL; default: yours")
     parser.add_argument("--json", type=Path, help="file for the document")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        records = slower(*run_ranks(measure, 2, "cuda", given.db, timeout=300))
+        records = slower(*run_ranks(measure, 2, "cuda", options.db, timeout=300))
     except RankFailure as failure:
         print(f"{parser.prog}: the ranks failed\n{failure}", file=sys.stderr)
         return 1
     print("\n".join(map(show, records)))
-    if given.json:
-        given.json.write_text(json.dumps(records) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(records) + "\n")
     return 0

@@ -85,13 +85,13 @@ def work(world: World, plan: Plan) -> dict[str, Any]:
             sizes, world, weights, plan.gathered, plan.decode, plan.db, plan.halves, plan.row_parallel, plan.keep_gathered
         )
         theirs = nccl_stack(sizes, world, weights, plan.gathered, plan.bsp)
-        told = []
+        records = []
         for tokens in plan.prefill:
-            told.append({"name": f"prefill, {tokens} tokens"} | scenario(world, plan, tokens, ours.prefill, theirs.prefill))
+            records.append({"name": f"prefill, {tokens} tokens"} | scenario(world, plan, tokens, ours.prefill, theirs.prefill))
         for batch in plan.decode:
             caches = [draw_cache(sizes, world, batch, dtype, seed) for seed in range(sizes.layers)]
             run = [decoding(stack, caches) for stack in (ours, theirs)]
-            told.append({"name": f"decode, batch {batch}, KV {sizes.kv_len}"} | scenario(world, plan, batch, *run))
+            records.append({"name": f"decode, batch {batch}, KV {sizes.kv_len}"} | scenario(world, plan, batch, *run))
         chosen, stacks = taken(ours), [ours]
         if plan.train:
             more, how = plan.keep_gathered, plan.row_parallel
@@ -100,12 +100,12 @@ def work(world: World, plan: Plan) -> dict[str, Any]:
             for tokens in plan.train:
                 with torch.enable_grad():
                     run = [training(stack, weights, world, plan, tokens) for stack in (stacks[1], baseline)]
-                    told.append({"name": f"train, {tokens} tokens"} | scenario(world, plan, tokens, *run))
+                    records.append({"name": f"train, {tokens} tokens"} | scenario(world, plan, tokens, *run))
             chosen |= taken(stacks[1])
     modules = [module for stack in stacks for module in stack.modules() if hasattr(module, "failure")]
     failures = [failure for module in modules if (failure := module.failure())]
     notes = [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
-    return {"scenarios": told, "taken": chosen, "warnings": notes, "failures": failures}
+    return {"scenarios": records, "taken": chosen, "warnings": notes, "failures": failures}
 
 
 def decoding(stack: Stack, caches: Sequence[Cache]) -> Callable[[Tensor], Tensor]:
