@@ -127,7 +127,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group("alone"))  # one after another with `-n 2 --dist loadgroup` as well
     slow = listed()
     for item in items:
-        if not slow.isdisjoint((item.nodeid, item.nodeid.partition("::")[0])):
+        # What needs the machine for itself is few and runs in `make test`: `make test-slow` shares the machine.
+        if not item.get_closest_marker("alone") and not slow.isdisjoint((item.nodeid, item.nodeid.partition("::")[0])):
             item.add_marker(pytest.mark.slow)
     sampled: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:

@@ -29,7 +29,7 @@ def listed() -> frozenset[str]:
 def slow(log: str) -> list[str]:
     """The slow cases and files in the output of pytest."""
     cases, fixtures = Counter[str](), Counter[str]()
-    for seconds, stage, file, name in (found.groups() for found in map(DURATION.fullmatch, log.splitlines()) if found):
+    for seconds, stage, file, name in (line.groups() for line in map(DURATION.fullmatch, log.splitlines()) if line):
         cases[file + name] += float(seconds)
         fixtures[file] += float(seconds) * (stage == "setup")
     files = {file for file, seconds in fixtures.items() if seconds > SHARED_S}

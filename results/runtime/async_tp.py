@@ -58,7 +58,7 @@ from autotax.tuner.finalists import speedup
 
 NCCL, TORCH, OURS = EDITIONS = ("NCCL", "torch async TP", "autotax")
 MODULES = "autotax.nn"
-"""With --fp8 a fourth edition: the same layers as modules of ours. Where no winner is known they run the first seed."""
+"""With --fp8 a fourth edition: the same layers as modules of ours. Problems without a winner run the first seed."""
 REFERENCE = "inputs in bf16"
 TOLERANCE = {"cuda": 2e-2, "cpu": 1e-4, "fp8": 0.2}
 """Greatest ||theirs - NCCL's|| / ||NCCL's||: bf16 and float32, rounded elsewhere. With --fp8 of NCCL's from the reference."""

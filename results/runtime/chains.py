@@ -1,4 +1,4 @@
-"""What NCCL's gather and ours cost in front of a product, by what comes before them:
+"""The cost of NCCL's gather and of ours in front of a product, behind several kinds of work:
 
     PYTHONPATH=. python results/runtime/chains.py [--db winners.db] [--json chains.json]
 
@@ -28,7 +28,7 @@ IDLE_CYCLES = 200_000
 
 
 def befores(world: World) -> dict[str, Callable[[], object]]:
-    """What comes before a call: nothing, 100 us of nothing, a product that reads 32 MiB or 512 MiB of weights, one of 80 us that
+    """The work before a call: none, 100 us of idling, a product that reads 32 MiB or 512 MiB of weights, one of 80 us that
     reads next to nothing, a collective of the library, and one with a norm behind it, as in a model.
     """
 
@@ -58,7 +58,7 @@ def befores(world: World) -> dict[str, Callable[[], object]]:
 
 
 def measure(world: World, db: str | None) -> list[dict[str, Any]]:
-    """The microseconds of a call and of what comes before it, on this rank."""
+    """The microseconds of a call and of the work before it, on this rank."""
     records = []
     with torch.no_grad():
         before = befores(world)

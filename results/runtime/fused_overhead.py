@@ -41,7 +41,7 @@ OURS, THEIRS, LIBRARY, KERNEL = "ours", "torch's own", "NCCL and torch.mm", "tor
 
 
 def ways_of(operator: str, world: World) -> tuple[str, Ways]:
-    """What our operator chose, and the ways of making its call."""
+    """The config that our operator chose, and the ways of making its call."""
     on_gpu = world.device.type == "cuda"
     m, n, k = SIZES["gpu" if on_gpu else "cpu"]
     group = str(world.data.group_name)  # type: ignore[union-attr]

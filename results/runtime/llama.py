@@ -49,7 +49,7 @@ TOLERANCE = {"bf16": 2e-2, "fp32": 1e-4}
 
 
 def problems(plan: Plan) -> dict[str, list[Problem]]:
-    """What each module asks the look-up."""
+    """The problems that each module asks the look-up for."""
     sizes = plan.sizes
     mlp = sizes.ffn_columns * (1 if plan.halves else 2)
 

@@ -1,9 +1,9 @@
-"""What an eager call of the modules costs the host above the bare launches:
+"""The host time of an eager call of the modules, above that of the bare launches:
 
     python results/runtime/overhead.py --world-size 4 --db winners.db --json overhead.json
 
 Ways of making the same call are timed on the host alone, all of them in each round, in an order drawn anew each time, the same
-on all ranks. What counts are differences within a round: their median with its 95 % interval. The budget is judged on three.
+on all ranks. Ways are compared within a round: the median difference with its 95 % interval. The budget is judged on three.
 
 - The module with `out` given, above the bare operator that it chose, called with the same tensors.
 - The module that makes its result, above the same operator with its output made by torch.empty: whoever launches by hand and
@@ -68,7 +68,7 @@ class Empty(torch.nn.Module):
 
 
 def ways_of_linear(ranks: int, device: torch.device, db: str | None) -> tuple[str, Ways]:
-    """What the layer chose, and the ways of calling it."""
+    """The config that the layer chose, and the ways of calling it."""
     m, n, k = LINEAR["gpu" if device.type == "cuda" else "cpu"]
     rows, dtype = m // ranks, torch.bfloat16 if device.type == "cuda" else torch.float32
     weight, x = torch.randn(n, k, device=device, dtype=dtype), torch.randn(rows, k, device=device, dtype=dtype)

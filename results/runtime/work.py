@@ -1,4 +1,4 @@
-"""What a rank does: both editions of the stack, each scenario captured, compared and timed."""
+"""The work of a rank: it captures, compares and times each scenario in both editions of the stack."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ HEAD_START_CYCLES = 2_000_000
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks do. `bsp`: the baseline's config of each decode batch; `prefill`, `train`: tokens of each sequence."""
+    """The scenarios and sizes of all ranks. `bsp`: the baseline's config of each decode batch; `prefill`, `train`: tokens of each
+    sequence.
+    """
 
     sizes: Sizes
     dtype: str
@@ -183,7 +185,7 @@ def timed(world: World, run: Runnable) -> float:
 
 
 def taken(stack: Stack) -> dict[str, str]:
-    """What runs for each prepared problem of the modules, by its key."""
+    """The config that runs for each prepared problem of the modules, by its key."""
     modules = [module for module in stack.modules() if isinstance(module, ParallelLinear)]
     # Of layers that trained, the backward too.
     modules += [layer.gradient for layer in modules if layer._gradient is not None and layer._gradient is not layer]
