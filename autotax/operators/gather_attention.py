@@ -43,6 +43,22 @@ class Part(NamedTuple):
         hidden = 0 if self.left is None else queries - 1 - self.left  # the keys before the last query's first one
         return self.pieces * (area - hidden * (hidden + 1) // 2)
 
+    def squares(self, count: int) -> list[Part]:
+        """A causal part cut into squares of `count` rows: those along the diagonal, all in one part, then those below.
+
+        The first part has all queries. The part stays whole if it is not causal, has another bound, or does not divide.
+        """
+        (first, end), begin = self.queries, self.keys[0]
+        size, rest = divmod(end - first, count)
+        if count == 1 or rest or not self.causal or self.left is not None or self.pieces > 1:
+            return [self]
+        below = [
+            Part(self.source, (first + row, first + row + size), (begin + column, begin + column + size), causal=False)
+            for row in range(size, end - first, size)
+            for column in range(0, row, size)
+        ]
+        return [self._replace(pieces=count), *below]
+
 
 class Stream(NamedTuple):
     """Sequences one after the other along the tokens of all ranks, as one rank attends to them."""

@@ -15,31 +15,43 @@ LIBRARIES: dict[str, tuple[Value, ...]] = {"cuda": ("cudnn", "flash"), "rocm": (
 
 ORDERS = ("block_first", "head_first")
 """The next block of queries is the same block of the next head, or the next block of the same head."""
+SQUARES = (1, 2, 4)
 PIECES = (1, 2, 4)
-"""More would be exchanged in messages that are too short for the links."""
+"""More would be exchanged in messages that are too short for the links. Attention to fewer heads at a time takes longer, too."""
 ACCUMULATORS = 160
 """Most float32 numbers that a thread holds: its part of the output and of the scores."""
 
 
-def _by_library(variant: str, problem: GatherAttention, hardware: Hardware) -> VariantSpace:
-    """The one parameter of variants with the vendor's attention is the library. cuDNN's has no windows."""
+def _by_library(variant: str, problem: GatherAttention, hardware: Hardware, tokens: int) -> VariantSpace:
+    """Parameters of variants with the vendor's attention: the library, of which cuDNN's has no windows; and the rows of squares
+    into which the attention of `tokens` tokens to themselves is cut. Keys and values of a head that fit in the L2 gain nothing by
+    that.
+    """
+
+    def fits(rows: int) -> bool:
+        return tokens // rows * (problem.head_dim + problem.value_dim) * problem.item_size <= hardware.l2_bytes
+
     libraries = tuple(library for library in LIBRARIES[hardware.backend] if library != "cudnn" or not problem.window)
-    return VariantSpace(variant, {"library": libraries}, (), tuple(Config.of(variant, library=library) for library in libraries))
+    whole = problem.mask == "none" or problem.windowed or fits(1)
+    squares = tuple(rows for rows in SQUARES if rows == 1 or (not whole and tokens % rows == 0))
+    usual = next(filter(fits, squares), 1)
+    seeds = tuple(Config.of(variant, library=library, squares=usual) for library in libraries)
+    return VariantSpace(variant, {"library": libraries, "squares": squares}, (), seeds, former={"squares": 1})
 
 
 def bsp(problem: GatherAttention, hardware: Hardware) -> VariantSpace:
     """See `_by_library`."""
-    return _by_library("bsp", problem, hardware)
+    return _by_library("bsp", problem, hardware, problem.shard_len)
 
 
 def decomposed(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
     """None for one rank, which has all keys."""
-    return _by_library("decomposed", problem, hardware) if problem.world_size > 1 else None
+    return _by_library("decomposed", problem, hardware, problem.shard_len) if problem.world_size > 1 else None
 
 
 def ring(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
     """None for one rank, and for two, which `decomposed` serves alike."""
-    return _by_library("ring", problem, hardware) if problem.world_size > 2 else None
+    return _by_library("ring", problem, hardware, problem.shard_len) if problem.world_size > 2 else None
 
 
 def heads(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
@@ -49,10 +61,10 @@ def heads(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
     own, rest = divmod(problem.kv_heads, problem.world_size)
     if rest or problem.world_size == 1:
         return None
-    plain = _by_library("heads", problem, hardware)
+    plain = _by_library("heads", problem, hardware, problem.seq_len)
     parameters = plain.parameters | {"pieces": tuple(count for count in PIECES if own % count == 0)}
-    seeds = [Config.of("heads", config.values | {"pieces": n}) for config in plain.seeds for n in (1, parameters["pieces"][-1])]
-    return replace(plain, parameters=parameters, seeds=tuple(dict.fromkeys(seeds)), former={"pieces": 1})
+    seeds = [Config.of("heads", config.values | {"pieces": n}) for config in plain.seeds for n in parameters["pieces"][:2]]
+    return replace(plain, parameters=parameters, seeds=tuple(dict.fromkeys(seeds)), former={**plain.former, "pieces": 1})
 
 
 def _by_roles(problem: GatherAttention, hardware: Hardware) -> bool:

@@ -44,7 +44,7 @@ def test_winners_of_calls_that_are_deployed_alike_are_proven_together() -> None:
 def test_winners_from_before_a_parameter_are_proven_with_what_they_did(tmp_path: Path) -> None:
     old = {"block_m": 64, "block_n": 128, "num_stages": 4, "group_m": 8, "order": "ring"}
     usual = {"adds": "warps", "polls": "piece"}
-    added = {"push_specialized": usual, "scaled_specialized": {**usual, "strip": 128}, "heads": {"pieces": 1}}
+    added = {"push_specialized": usual, "scaled_specialized": {**usual, "strip": 128}, "heads": {"pieces": 1, "squares": 1}}
     problems = (
         GemmReduceScatter(512, 1024, 1024, "bf16", "scattered", 2),
         GemmReduceScatter(512, 1024, 1024, "e4m3", "scattered", 2, scales="row"),

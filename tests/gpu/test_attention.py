@@ -29,7 +29,7 @@ from tests.nn.test_gather_attention import (
     stream,
 )
 
-VARIANTS = ("bsp", "decomposed", "heads", "heads/2", "copy_engine", "push_specialized", "push")
+VARIANTS = ("bsp", "decomposed", "heads", "heads/pieces=2", "copy_engine", "push_specialized", "push")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_outputs_and_gradients_are_those_of_dense_attention(ranks: Ranks, layout
         assert max(found) < LIMIT, found
 
 
-@pytest.mark.parametrize("variant", ["bsp", "decomposed", "heads", "heads/2", "copy_engine", "push"])
+@pytest.mark.parametrize("variant", ["bsp", "decomposed", "heads", "heads/pieces=2", "copy_engine", "push"])
 @pytest.mark.parametrize(
     ("layout", "mask", "window", "dims"),
     [

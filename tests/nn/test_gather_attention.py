@@ -93,10 +93,11 @@ def far(world: World, results: list[Any], expected: list[Tensor], layout: str) -
 
 
 def config_of(problem: Problem, hardware: Hardware, variant: str) -> Config:
-    """The default of a variant; of `heads/2` with two pieces."""
-    name, _, pieces = variant.partition("/")
+    """The default of a variant; of `heads/pieces=2` with two pieces."""
+    name, _, setting = variant.partition("/")
+    parameter, _, value = setting.partition("=")
     default: Config = space_for(problem, hardware).default(name)
-    return Config.of(name, default.values | {"pieces": int(pieces)}) if pieces else default
+    return Config.of(name, default.values | {parameter: int(value)}) if setting else default
 
 
 def calls(
@@ -145,14 +146,16 @@ def calls(
 WAYS = [
     ("zigzag", "causal", "push"),
     ("contiguous", "causal", "decomposed"),
-    ("contiguous", "none", "heads/2"),
+    ("contiguous", "none", "heads/pieces=2"),
     *(
         pytest.param(layout, mask, variant, marks=pytest.mark.volume)
         for layout, mask, variant in (
             ("zigzag", "causal", "bsp"),
             ("zigzag", "causal", "decomposed"),
             ("zigzag", "causal", "heads"),
-            ("zigzag", "causal", "heads/2"),
+            ("zigzag", "causal", "heads/pieces=2"),
+            ("zigzag", "causal", "bsp/squares=4"),
+            ("contiguous", "causal", "heads/squares=2"),
             ("contiguous", "none", "heads"),
             ("contiguous", "causal", "bsp"),
             ("contiguous", "none", "push"),
@@ -182,7 +185,7 @@ WINDOWS = [
             ("zigzag", "heads", 20, None),
             ("zigzag", "bsp", 64, None),
             ("contiguous", "decomposed", 0, (24, 16)),
-            ("zigzag", "heads/2", 0, (24, 16)),
+            ("zigzag", "heads/pieces=2", 0, (24, 16)),
         )
     ),
 ]

@@ -36,14 +36,14 @@ def seen(problem: GatherAttention, rank: int) -> Tensor:
     return (before >= 0) & (before < (problem.window or problem.seq_len))
 
 
-@given(problems())
-def test_each_pair_that_sees_each_other_is_in_one_part_and_no_other_pair_is(problem: GatherAttention) -> None:
+@given(problems(), st.integers(1, 4))
+def test_each_pair_that_sees_each_other_is_in_one_part_and_no_other_pair_is(problem: GatherAttention, squares: int) -> None:
     for rank in range(problem.world_size):
         counts = torch.zeros(problem.shard_len, problem.seq_len, dtype=torch.int32)
-        parts = problem.parts(rank)
+        parts = [square for part in problem.parts(rank) for square in part.squares(squares)]
         assert parts[0].source == rank
         assert parts[0].queries == (0, problem.shard_len)
-        assert problem.pairs(rank) == int(seen(problem, rank).sum())
+        assert sum(part.pairs for part in parts) == problem.pairs(rank) == int(seen(problem, rank).sum())
         for part in parts:
             of_queries, of_keys = (torch.arange(*of).chunk(part.pieces) for of in (part.queries, part.keys))
             for queries, keys in zip(of_queries, of_keys, strict=True):

@@ -52,7 +52,7 @@ class AttentionAlone(Bsp):
     """The baseline on K and V that were gathered at the first call with them: their contents must not change afterwards."""
 
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:  # noqa: ARG002
-        super().__init__(problem, Config.of("bsp", library="cudnn"), context)
+        super().__init__(problem, Config.of("bsp", library="cudnn", squares=1), context)
         self.whole = self.gathered
         self._gathered: dict[int, list[Tensor]] = {}
 

@@ -159,21 +159,27 @@ class VendorAttention(Kernel[GatherAttention]):
 
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.library = str(config["library"])
+        self.library, self.squares = str(config["library"]), int(config["squares"])
 
     def part(self, part: Part, q: Tensor, k: Tensor, v: Tensor, whole: Partial | None) -> Partial:
-        """Attends to a part, whose keys are among the tokens of k and v, and merges the result into `whole`, if that is given."""
-        (first, end), dim = part.queries, self.problem.value_dim
-        if q.is_meta:
-            result = q[:, first:end, :, :dim], q.new_empty(len(q), q.shape[2], end - first, dtype=torch.float32)
-        else:  # in a rehearsal too: the library builds a plan for new shapes
-            result = attend_part(self.library, part, q, k, v)
-        return result if whole is None else self.merge(whole, result, first)
+        """Attends to a part, whose keys are among the tokens of k and v, and merges the result into `whole`.
+
+        Without `whole` the part has all queries.
+        """
+        for square in part.squares(self.squares):
+            (first, end), dim = square.queries, self.problem.value_dim
+            if q.is_meta:
+                result = q[:, first:end, :, :dim], q.new_empty(len(q), q.shape[2], end - first, dtype=torch.float32)
+            else:  # in a rehearsal too: the library builds a plan for new shapes
+                result = attend_part(self.library, square, q, k, v)
+            whole = result if whole is None else self.merge(whole, result, first)
+        assert whole is not None
+        return whole
 
     def merge(self, whole: Partial, result: Partial, first: int) -> Partial:
         """Merges the result of some queries, from `first` on, into that of all queries of a rank."""
         (o, sums), (more, more_sums) = whole, result
-        added, heads, dim = more.shape[1], self.problem.q_heads, self.problem.value_dim
+        added, heads, dim = more.shape[1:]
         group = math.gcd(added * heads, MERGED_ROWS)
         constants: dict[str, Any] = {"GROUP": group, "HEAD_DIM": dim, "BLOCK_D": max(16, power_of_two(dim))}
         self.context.launch(
