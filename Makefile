@@ -16,7 +16,6 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SAMPLE := tests/kernels/test_compile.py tests/kernels/test_decode_features.py tests/kernels/test_gemm_reduce_scatter.py \
   tests/heap/test_triton_interpreter.py tests/torch/test_operators.py tests/cli/test_equal_code.py tests/cli/test_doctor.py
-LONG := whoever_is_late or fewer_rows or kv_heads_of_their_own or within_shared_memory or spills_nothing
 
 .PHONY: tune test test-slow test-all test-volume test-versions environments test-environments test-amd clean
 
@@ -65,7 +64,7 @@ test-environments: .venv/ready
 	for version in $(VERSIONS); do \
 	  set -- $$(echo $$version | tr / ' ') && own=.venv/torch-$$2 && echo Python $$1, torch $$2, Triton $$3 && \
 	  { [ -e $$own/ready ] || { echo "skipped: it is not installed"; continue; }; } && \
-	  PYTHONPATH=$$PWD $$own/bin/python -m pytest -n 3 --dist loadfile -m 'not alone and not volume' -k 'not ($(LONG))' $(SAMPLE) || exit 1; \
+	  PYTHONPATH=$$PWD $$own/bin/python -m pytest -n 3 --dist loadfile -m 'not alone and not volume and not slow' $(SAMPLE) || exit 1; \
 	done
 
 test-amd: .venv/ready
