@@ -20,17 +20,17 @@ def configs(problem: AllGatherGemm) -> list[Config]:
     space = space_for(problem, detect())
     rows = space.variants["push"].parameters["chunk_rows"][-1]
     usual = space.default("push").values | {"block_k": 64, "comm": 1, "k_groups": 1, "splits": 1, "pieces": 1, "chunk_rows": rows}
-    found = [
+    candidates = [
         Config.of("push", usual | {"block_m": m, "block_n": n, "num_warps": warps, "num_stages": stages, "group_m": 8})
         for m, n, warps, stages in PLAIN
     ]
     usual = space.default("push_specialized").values | {"k_groups": 1, "chunk_rows": rows}
     for m, n, stages in ROLES:
-        found += [
+        candidates += [
             Config.of("push_specialized", usual | {"block_m": m, "block_n": n, "num_stages": stages, "group_m": group})
             for group in (8, 4)
         ]
-    return [config for config in found if space.why_not(config) is None]
+    return [config for config in candidates if space.why_not(config) is None]
 
 
 def name(config: Config) -> str:
@@ -46,11 +46,11 @@ def main() -> None:
     for problem in problems:
         us = {}
         for config in (PRODUCT, *configs(problem)):
-            (found,) = runner.measure(problem, [Candidate(config)], Effort(samples=10, seconds=0.04))
-            if found.status == "ok":
-                us[config] = found.latency_us
+            (measurement,) = runner.measure(problem, [Candidate(config)], Effort(samples=10, seconds=0.04))
+            if measurement.status == "ok":
+                us[config] = measurement.latency_us
             else:
-                print(f"   {name(config)}: {found.status} {found.error}")
+                print(f"   {name(config)}: {measurement.status} {measurement.error}")
         vendor = us.pop(PRODUCT)
         ranking = sorted(us, key=us.__getitem__)
         alone = ", ".join(f"{name(c)} {us[c]:.1f} {vendor / us[c]:.3f}" for c in ranking[:6])

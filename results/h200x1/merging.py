@@ -138,11 +138,11 @@ def main(*shapes: str) -> None:
         batch, heads, dim = map(int, shape.split("x"))
         problem = DecodeMerge(batch, heads, dim, "bf16", WORLD)
         space = space_for(problem, hardware).variants["bsp"]
-        found = {str(config): merge_us(problem, config, hardware) for config in space.configs()}
-        best = min(found, key=found.__getitem__)
+        latencies = {str(config): merge_us(problem, config, hardware) for config in space.configs()}
+        best = min(latencies, key=latencies.__getitem__)
         moved = (WORLD + 1) * problem.batch * problem.heads * (dim * problem.item_size + 4)
-        share, copied = moved / found[best] / 1e3 / rate, copy_us(moved, hardware)
-        print(f"| {shape} | {moved / 2**20:.0f} MiB | {best} | {found[best]:.1f} | {share:.3f} | {copied:.1f} |", flush=True)
+        share, copied = moved / latencies[best] / 1e3 / rate, copy_us(moved, hardware)
+        print(f"| {shape} | {moved / 2**20:.0f} MiB | {best} | {latencies[best]:.1f} | {share:.3f} | {copied:.1f} |", flush=True)
     print("\n| variant | host us a call, batch 16, 64 heads of 128 |\n|---|---|")
     problem = DecodeMerge(16, 64, 128, "bf16", WORLD, "head_scatter")
     space_of_all = space_for(problem, hardware)

@@ -100,10 +100,10 @@ def configs(problem: GemmReduceScatter, hardware: Hardware) -> list[Config]:
     """A few tiles of either variant, beside the first seeds."""
     space = space_for(problem, hardware)
     usual = space.default("push").values | {"block_k": 64, "splits": 1, "group_m": 8, "flat": 0, "flag_tiles": 1}
-    found = [*space.variants["push"].seeds[:2], *(Config.of("push", usual | way) for way in WAYS)]
+    candidates = [*space.variants["push"].seeds[:2], *(Config.of("push", usual | way) for way in WAYS)]
     roles = space.variants["push_specialized"].seeds
-    found += [Config.of(config.variant, config.values | {"adds": "warps"}) for config in roles if config["group_m"] == 8]
-    return [config for config in dict.fromkeys(found) if config in space]
+    candidates += [Config.of(config.variant, config.values | {"adds": "warps"}) for config in roles if config["group_m"] == 8]
+    return [config for config in dict.fromkeys(candidates) if config in space]
 
 
 class Sending:
@@ -240,25 +240,25 @@ def main() -> None:
                 graphs[f"links {name(config)}"] = Sending(problem, config, apart, alone, paced=True)
             except Exception as error:
                 print(f"   {name(config)}: {type(error).__name__} {str(error)[:200]}")
-        us: dict[str, list[float]] = {each: [] for each in graphs}
+        us: dict[str, list[float]] = {label: [] for label in graphs}
         for _ in range(ROUNDS):
-            for each, graph in graphs.items():
-                us[each].append(us_of(graph if each == "cublas" else graph.graph))
-        medians = {each: statistics.median(found) for each, found in us.items()}
+            for label, graph in graphs.items():
+                us[label].append(us_of(graph if label == "cublas" else graph.graph))
+        medians = {label: statistics.median(samples) for label, samples in us.items()}
         own = medians.pop("cublas")
         print(f"== {problem.m}x{problem.n}x{problem.k}: cublas {own:.1f}")
         for kind in kinds:
             for family in (" roles", ""):
-                ranking = sorted((each for each in medians if each.startswith(kind + family)), key=medians.__getitem__)
-                told = (f"{each} {medians[each]:.1f} {own / medians[each]:.3f}" for each in ranking[:3])
-                print("   " + "; ".join(told), flush=True)
+                ranking = sorted((label for label in medians if label.startswith(kind + family)), key=medians.__getitem__)
+                entries = (f"{label} {medians[label]:.1f} {own / medians[label]:.3f}" for label in ranking[:3])
+                print("   " + "; ".join(entries), flush=True)
             if ranking:
                 ratios[kind].append(own / medians[ranking[0]])
         del graphs
         torch.cuda.empty_cache()
     compilers.close()
-    for kind, found in ratios.items():
-        print(f"cuBLAS over the best {kind}: mean {statistics.mean(found):.3f}, least {min(found):.3f}")
+    for kind, speedups in ratios.items():
+        print(f"cuBLAS over the best {kind}: mean {statistics.mean(speedups):.3f}, least {min(speedups):.3f}")
 
 
 if __name__ == "__main__":

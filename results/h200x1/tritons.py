@@ -28,20 +28,20 @@ def gemms(problem: AllGatherGemm) -> list[Config]:
     space = space_for(problem, detect())
     rows = space.variants["push"].parameters["chunk_rows"][-1]
     usual = space.default("push").values | {"block_k": 64, "comm": 1, "k_groups": 1, "splits": 1, "pieces": 1, "chunk_rows": rows}
-    found = [Config("product")]
+    cases = [Config("product")]
     for m, n, warps, stages in PLAIN:
-        found += [Config.of("push", usual | {"block_m": m, "block_n": n, "num_warps": warps, "num_stages": stages, "group_m": 8})]
+        cases += [Config.of("push", usual | {"block_m": m, "block_n": n, "num_warps": warps, "num_stages": stages, "group_m": 8})]
     usual = space.default("push_specialized").values | {"k_groups": 1, "chunk_rows": rows, "group_m": 8}
-    found += [Config.of("push_specialized", usual | {"block_m": m, "block_n": n, "num_stages": stages}) for m, n, stages in ROLES]
-    return [config for config in found if config.variant == "product" or space.why_not(config) is None]
+    cases += [Config.of("push_specialized", usual | {"block_m": m, "block_n": n, "num_stages": stages}) for m, n, stages in ROLES]
+    return [config for config in cases if config.variant == "product" or space.why_not(config) is None]
 
 
 def decodes(problem: FlashDecode) -> list[Config]:
     """Of each variant the first seed of either core."""
-    found = []
+    seeds = []
     for space in space_for(problem, detect()).variants.values():
-        found += {config["attend"]: config for config in reversed(space.seeds)}.values()
-    return found
+        seeds += {config["attend"]: config for config in reversed(space.seeds)}.values()
+    return seeds
 
 
 def measure(label: str, only: str) -> None:
@@ -57,8 +57,8 @@ def measure(label: str, only: str) -> None:
     for problem, configs in sets.items():
         runner.compilers.expect(problem, configs)
     for problem, configs in sets.items():
-        found = runner.measure(problem, [Candidate(config) for config in configs], Effort(samples=60, seconds=0.25))
-        for one in found:
+        measurements = runner.measure(problem, [Candidate(config) for config in configs], Effort(samples=60, seconds=0.25))
+        for one in measurements:
             row = {"label": label, "problem": problem.key, "config": str(one.config), "status": one.status}
             print(json.dumps(row | {"us": one.latency_us, "error": one.error}), flush=True)
     runner.close()
@@ -74,12 +74,12 @@ def table(path: str) -> None:
             else:
                 us[row["problem"], row["config"]][row["label"]].append(row["us"])
     ratios: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for (problem, config), each in us.items():
-        first, *others = each
-        told = "; ".join(f"{label} " + " ".join(f"{u:.2f}" for u in each[label]) for label in each)
-        print(f"{problem} {config}: {told}")
+    for (problem, config), latencies in us.items():
+        first, *others = latencies
+        summary = "; ".join(f"{label} " + " ".join(f"{u:.2f}" for u in latencies[label]) for label in latencies)
+        print(f"{problem} {config}: {summary}")
         for label in others:
-            ratio = statistics.median(each[label]) / statistics.median(each[first])
+            ratio = statistics.median(latencies[label]) / statistics.median(latencies[first])
             ratios[config.split("(")[0], label, first].append(ratio)
     for (variant, label, first), all_of in ratios.items():
         mean = statistics.geometric_mean(all_of)
