@@ -44,26 +44,26 @@ def launches(winner: Winner) -> list[str]:
     except ImportError:  # an old checkout may be from before operators were declared
         from autotax.core.problem import problem_from_dict
 
-    told: list[str] = []
+    calls: list[str] = []
 
     def where(tensor: torch.Tensor) -> str:
         return str((tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype))
 
     class Telling(Context):
         def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-            told.append(f"copy {where(destination)} {where(source)}")
+            calls.append(f"copy {where(destination)} {where(source)}")
 
         def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            told.append(f"matmul {where(a)} {where(b)} {where(out)}")
+            calls.append(f"matmul {where(a)} {where(b)} {where(out)}")
 
         @contextlib.contextmanager
         def beside(self, _: Any) -> Iterator[None]:
-            told.append("beside {")
+            calls.append("beside {")
             yield
-            told.append("}")
+            calls.append("}")
 
         def streams(self, count: int, **options: Any) -> list[Any]:
-            told.append(f"streams {count} {options}")
+            calls.append(f"streams {count} {options}")
             return super().streams(count, **options)
 
         def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -71,15 +71,15 @@ def launches(winner: Winner) -> list[str]:
             code = hashlib.sha256(binary.asm["cubin"]).hexdigest()
             there = [arg for arg in args if arg is not None]  # None is no argument of the machine code
             given = [str((tuple(arg.shape), arg.dtype)) if isinstance(arg, torch.Tensor) else repr(arg) for arg in there]
-            told.append(f"{kernel.__name__} {grid} {code} {given}")
+            calls.append(f"{kernel.__name__} {grid} {code} {given}")
 
     config = Config.of(winner["config"]["variant"], winner["config"]["params"])
     with mock.patch("autotax.kernels.offline.Context", Telling):
         compile_offline(problem_from_dict(winner["problem"]), config, known_hardware(winner["hardware"]["target"]))
-    return told
+    return calls
 
 
-def told_by(checkout: str, winners: list[Winner]) -> list[list[str]]:
+def launches_of(checkout: str, winners: list[Winner]) -> list[list[str]]:
     # Without the lines of the source, which are all that an edit elsewhere in a file changes.
     before = os.environ.get("PYTHONPATH", "")  # may name another Triton
     env = os.environ | {"PYTHONPATH": f"{checkout}:{before}", "TRITON_DISABLE_LINE_INFO": "1", "TRITON_ALWAYS_COMPILE": "1"}
@@ -123,11 +123,11 @@ def main(old: str, source: str, target: str, op: str, *parameters: str) -> None:
     mine: list[Winner] = [winner for winner in document["winners"] if winner["problem"]["op"] == op and edited(winner)]
     if others := {winner["environment"]["triton"] for winner in mine} - {here_triton := version("triton")}:
         raise SystemExit(f"winners were proven with Triton {', '.join(others)}, here is {here_triton}: run this with theirs")
-    before = told_by(old, mine)
+    before = launches_of(old, mine)
     configs = [winner["config"] for winner in mine]
     configs = [config | {"params": config["params"] | added[config["variant"]]} for config in configs]
     carried = [winner | {"config": config} for winner, config in zip(mine, configs, strict=True)]
-    for winner, new, was, now in zip(mine, carried, before, told_by(here, carried), strict=True):
+    for winner, new, was, now in zip(mine, carried, before, launches_of(here, carried), strict=True):
         name = f"{winner['config']['variant']} {winner['problem']}"
         if was == now:
             winner |= new | {"kernel_digest": digest(here, op, winner["config"]["variant"])}

@@ -95,9 +95,9 @@ def measured(runner: Any, problem: Problem, configs: list[Config], hardware: Har
         yield from ((bsp, other) for other in others)
 
 
-def show(problem: Problem, found: Iterator[tuple[Any, Any]]) -> None:
+def show(problem: Problem, pairs: Iterator[tuple[Any, Any]]) -> None:
     print(f"{problem.op} {problem.brief()}")
-    for bsp, row in sorted(found, key=lambda pair: pair[1].latency_us or float("inf")):
+    for bsp, row in sorted(pairs, key=lambda pair: pair[1].latency_us or float("inf")):
         both = bsp.samples and row.samples and row.verified
         times = f"{speedup(bsp.rounds, row.rounds)[0]:.2f}x BSP of {bsp.latency_us:.1f}" if both else (row.error or "")[:200]
         print(f"  {row.latency_us or 0:8.2f} us  {row.status:12} {times}  {row.config}", flush=True)

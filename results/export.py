@@ -27,7 +27,7 @@ from results.search import landscapes
 def main(folder: Path, databases: list[Path], keep: bool) -> None:
     """Runs name their database by its path below the folder, or by its name if it lies elsewhere."""
     trials, winners = folder / "landscapes.json.gz", folder / "winners.json.xz"
-    found = landscapes.write(trials, databases, folder, landscapes.read(trials) if keep else None)
+    file = landscapes.write(trials, databases, folder, landscapes.read(trials) if keep else None)
     sides = []
     for database in databases:
         with Store.open(database, create=False) as store:
@@ -37,7 +37,7 @@ def main(folder: Path, databases: list[Path], keep: bool) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         formats.write(plain := Path(scratch) / "winners.json", map(rounded, best.values()), anonymous=True)
         write_whole(winners, lzma.compress(plain.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
-    print(f"{len(found.results)} trials of {len(found.runs)} runs, {len(best)} winners")
+    print(f"{len(file.results)} trials of {len(file.runs)} runs, {len(best)} winners")
 
 
 def rounded(entry: Entry) -> Entry:

@@ -68,8 +68,8 @@ def replay(finalists: list[tuple[Problem, Config]], here: Hardware, replays: int
     """Prints the worst error of each finalist, and how many elements ever changed in its replays."""
     with Ranks(WORLD, here.backend) as ranks:
         for problem, config in finalists:
-            found = ranks.run(calls.replay, problem, config, replays, timeout=60)
-            worst, wrong = max(error for error, _ in found), sum(count for _, count in found)
+            reports = ranks.run(calls.replay, problem, config, replays, timeout=60)
+            worst, wrong = max(error for error, _ in reports), sum(count for _, count in reports)
             said = f"{replays} replays, {wrong} elements wrong, error {worst:.2g}"
             print(f"{said}: {problem.op} {problem.brief()} {config}", flush=True)
 
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--finalists", type=int, default=6, help="problems whose fastest configs are replayed")
     parser.add_argument("-o", type=Path)
     given = parser.parse_args()
-    problems, here, found, table = in_turn(read_shapes(given.shapes, WORLD)), detect(), [], []
+    problems, here, entries, table = in_turn(read_shapes(given.shapes, WORLD)), detect(), [], []
     finalists: list[tuple[Problem, Config]] = []
     ends = time.monotonic() + given.seconds
     print(here.device)
@@ -96,19 +96,19 @@ def main() -> None:
                 runner.expect(coming, [config for config in configs(coming, here, given.seeds) if config.params])
             tried = configs(problem, here, given.seeds)
             measured = runner.measure(problem, [Candidate(config, as_deployed(None, here)) for config in tried], EFFORT)
-            rows = [(each.latency_us, each.relative_error, each.status, str(each.config)) for each in measured]
-            found.append({"problem": problem.to_dict(), "rows": rows})
+            rows = [(trial.latency_us, trial.relative_error, trial.status, str(trial.config)) for trial in measured]
+            entries.append({"problem": problem.to_dict(), "rows": rows})
             print(problem.op, problem.brief())
             for us, error, status, config in sorted(rows, key=lambda row: row[0] or 1e9):
                 print(f"  {us or 0:9.1f} us, error {error or 0:.2g}, {status}: {config}", flush=True)
-            for error in dict.fromkeys(each.error for each in measured if each.error):
+            for error in dict.fromkeys(trial.error for trial in measured if trial.error):
                 print(f"  {error}", flush=True)
-            ours = [each for each in measured if each.status == "ok" and str(each.config).startswith("scaled_")]
+            ours = [trial for trial in measured if trial.status == "ok" and str(trial.config).startswith("scaled_")]
             if ours:
-                finalists.append((problem, min(ours, key=lambda each: each.latency_us or math.inf).config))
+                finalists.append((problem, min(ours, key=lambda trial: trial.latency_us or math.inf).config))
             table.append(line(problem, [(us, config) for us, _, status, config in rows if us and status == "ok"]))
             if given.o:
-                given.o.write_text(json.dumps(found))
+                given.o.write_text(json.dumps(entries))
     print("| problem | ours | exact | fast | product | over the best |\n|---|---|---|---|---|---|", *table, sep="\n", flush=True)
     if given.replays:
         replay(finalists[: given.finalists], here, given.replays)

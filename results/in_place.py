@@ -30,17 +30,17 @@ def main() -> None:
     parser.add_argument("--db")
     parser.add_argument("-o", type=Path)
     given = parser.parse_args()
-    found = []
+    comparisons = []
     for problem in PROBLEMS:
         compared = autotax.compare(problem, db=given.db)
-        found.append(documents.of_comparison(compared))
+        comparisons.append(documents.of_comparison(compared))
         print(f"{problem.op} {problem.brief()}", flush=True)
-        for row in found[-1]["rows"]:
+        for row in comparisons[-1]["rows"]:
             ends = " to ".join(map(microseconds, row["interval_us"] or []))
             alone = microseconds(row["back_to_back_us"])
             print(f"  {row['name']:24} {microseconds(row['latency_us']):>8} us ({ends}), back to back {alone}, {row['status']}")
     if given.o:
-        given.o.write_text(json.dumps(found))
+        given.o.write_text(json.dumps(comparisons))
 
 
 if __name__ == "__main__":

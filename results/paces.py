@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 def paces() -> dict[str, dict[str, float]]:
     """Seconds for a trial by device and operator."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    durations: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(HERE.glob("*/landscapes.json.gz")):
         with gzip.open(path) as file:
             landscapes = json.load(file)
@@ -24,10 +24,10 @@ def paces() -> dict[str, dict[str, float]]:
             accounts = run.get("accounts") or {}
             if accounts.get("trials"):
                 device = landscapes["hardware"][run["hardware"]]["device"]
-                found[device][run["problem"].partition("/")[0]].append(accounts["seconds"] / accounts["trials"])
+                durations[device][run["problem"].partition("/")[0]].append(accounts["seconds"] / accounts["trials"])
     return {
         device: {op: round(statistics.median(seconds), 2) for op, seconds in sorted(ops.items())}
-        for device, ops in sorted(found.items())
+        for device, ops in sorted(durations.items())
     }
 
 

@@ -43,11 +43,11 @@ def cells(ratios: list[tuple[float, float]]) -> str:
 
 
 def main(hosts: list[str]) -> None:
-    found = [ratios_of(host) for host in hosts]
+    ratios = [ratios_of(host) for host in hosts]
     print(f"| {' | '.join(['', *(f'{host} | over the best | at the bound' for host in hosts)])} |")
     print(f"|{'---|' * (1 + 3 * len(hosts))}")
-    for kind in dict.fromkeys(kind for kinds in found for kind in kinds):
-        print(f"| {kind} | {' | '.join(cells(kinds.get(kind, [])) for kinds in found)} |")
+    for kind in dict.fromkeys(kind for kinds in ratios for kind in kinds):
+        print(f"| {kind} | {' | '.join(cells(kinds.get(kind, [])) for kinds in ratios)} |")
 
 
 if __name__ == "__main__":

@@ -53,11 +53,11 @@ def shipped_configs() -> dict[tuple[Problem, str], list[Config]]:
 
     Alternatives of others have no sources here. Their winners hold for one version of torch.
     """
-    found: dict[tuple[Problem, str], list[Config]] = {}
+    configs: dict[tuple[Problem, str], list[Config]] = {}
     for winner in shipped.winners():
         if same_kernel(winner) or winner.config.variant in registry.of(winner.problem).peers:
-            found.setdefault((winner.problem, winner.hardware.device), []).append(winner.config)
-    return found
+            configs.setdefault((winner.problem, winner.hardware.device), []).append(winner.config)
+    return configs
 
 
 def ships(comparison: dict[str, Any]) -> bool:
@@ -100,12 +100,12 @@ def table(hosts: Sequence[str]) -> list[str]:
     return [f"| {name} | {' | '.join(_cells(comparisons(host, name)) for host in hosts)} |" for name in OPERATORS]
 
 
-def _cells(found: list[dict[str, Any]]) -> str:
-    if not found:
+def _cells(rows: list[dict[str, Any]]) -> str:
+    if not rows:
         return "- | - | -"
-    bsp = map(over_bsp, found)
-    alternative = [float(each["speedup_vs_best_peer"]) for each in found]
-    return f"{len(found)} | {geometric_mean(bsp):.2f}x | {geometric_mean(alternative):.2f}x ({min(alternative):.2f})"
+    bsp = map(over_bsp, rows)
+    alternative = [float(row["speedup_vs_best_peer"]) for row in rows]
+    return f"{len(rows)} | {geometric_mean(bsp):.2f}x | {geometric_mean(alternative):.2f}x ({min(alternative):.2f})"
 
 
 def plot() -> str:
@@ -113,18 +113,18 @@ def plot() -> str:
     parts: list[str] = []
     y = 44.0
     groups = [(name, comparisons("h100x4", name)) for name in DRAWN]
-    bottom = y + sum(ROW * (len(found) + 2) for _, found in groups)
+    bottom = y + sum(ROW * (len(rows) + 2) for _, rows in groups)
     for tick in [1 + step / 4 for step in range(6)]:
         colour, width = (GREY, 2) if tick == 1 else (PALE, 1)
         parts.append(f'<path d="M{_x(tick):.1f} 30V{bottom:.1f}" stroke="{colour}" stroke-width="{width}"/>')
         parts.append(_words(_x(tick), bottom + 16, f"{tick:g}x", "middle"))
-    for name, found in groups:
+    for name, rows in groups:
         y += ROW
         parts.append(_words(8, y, name, weight="bold"))
-        for each in sorted(found, key=_size):
+        for row in sorted(rows, key=_size):
             y += ROW
-            ours, theirs = over_bsp(each), best_alternative(each)
-            parts.append(_words(LEFT - 12, y, _label(each["problem"]), "end"))
+            ours, theirs = over_bsp(row), best_alternative(row)
+            parts.append(_words(LEFT - 12, y, _label(row["problem"]), "end"))
             parts.append(f'<path d="M{_x(1):.1f} {y - 4:.1f}H{_x(ours):.1f}" stroke="{BLUE}" stroke-width="3"/>')
             parts.append(f'<circle cx="{_x(theirs):.1f}" cy="{y - 4:.1f}" r="4" fill="{ORANGE}"/>')
             parts.append(f'<circle cx="{_x(ours):.1f}" cy="{y - 4:.1f}" r="5" fill="{BLUE}"/>')

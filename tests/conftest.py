@@ -99,7 +99,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if processes.SHARED not in os.environ:  # processes that share the tests out inherit it, and so do runs within a test
         os.environ[processes.SHARED] = name = f"tests-{os.getpid()}"
         environments = environment_with(processes.INTERPRETED), environment_with({})
-        config.stash[SERVERS] = [processes.start(processes.address_of(name, each), each) for each in environments]
+        config.stash[SERVERS] = [processes.start(processes.address_of(name, variables), variables) for variables in environments]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -105,12 +105,12 @@ def main() -> None:
         out = torch.zeros(2 * LANES, dtype=torch.int32)
         kernel[(1,)](out, torch.arange(LANES, dtype=torch.int32), LANES=LANES)
         results.append(out.tolist())
-    found = {"results": results, "calls": calls.copy(), "types": types.copy()}
+    report = {"results": results, "calls": calls.copy(), "types": types.copy()}
     loops = torch.zeros(1, dtype=torch.int32)
     looping[(1,)](loops, torch.tensor([5], dtype=torch.int32))
     undone = tl.core.is_builtin(tl.load) and not hasattr(tl.tensor, "__index__")
     waits = [seconds_of(waiting_for_a_flag), seconds_of(waiting_for_words, LANES=LANES)]
-    print(json.dumps(found | {"undone": undone, "loops": loops.item(), "waits": waits}))
+    print(json.dumps(report | {"undone": undone, "loops": loops.item(), "waits": waits}))
 
 
 if __name__ == "__main__":

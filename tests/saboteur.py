@@ -83,9 +83,9 @@ class Saboteur(LiveRunner):
         if fault:
             self.measure_harmful(fault)
         started = time.monotonic()
-        found = self.within(problem, candidates, effort, overlap)
+        measurements = self.within(problem, candidates, effort, overlap)
         self.usual_s = time.monotonic() - started
-        return found
+        return measurements
 
     def next_fault(self) -> str:
         """Draws each kind of fault once in random order, then starts again."""
@@ -106,9 +106,9 @@ class Saboteur(LiveRunner):
     def measure_harmful(self, fault: str) -> None:
         started = time.monotonic()
         candidate = Candidate(Config(fault), Conditions.usual(self.hardware.on_gpu))
-        (found,) = self.within(self.vehicle, [candidate], Effort(samples=4, seconds=0.05))
+        (measurement,) = self.within(self.vehicle, [candidate], Effort(samples=4, seconds=0.05))
         self._ensure_running()
-        self.log(fault=fault, seconds=time.monotonic() - started, status=found.status, expected=self.harmful[fault])
+        self.log(fault=fault, seconds=time.monotonic() - started, status=measurement.status, expected=self.harmful[fault])
 
     def measure_struck(
         self, fault: str, problem: Problem, candidates: Sequence[Candidate], effort: Effort
@@ -117,18 +117,18 @@ class Saboteur(LiveRunner):
         started = time.monotonic()
         timer = threading.Timer(self.random.uniform(0.0, 0.8 * self.usual_s), self.strike, [STRIKES[fault]])
         timer.start()
-        found = self.within(problem, candidates, effort)
+        measurements = self.within(problem, candidates, effort)
         with self.lock:
             timer.cancel()
             struck, self.struck = self.struck, False
-        victims = [m.config.digest for m in found if not m.verified] if struck else []
+        victims = [m.config.digest for m in measurements if not m.verified] if struck else []
         if struck and not victims:
             self.pool.kill()  # it came too late, or the job outlived it: the next must not meet a rank that is stopped
         self._ensure_running()
         if struck:
             seconds, jobs = max(0.0, time.monotonic() - started - self.usual_s), len(candidates)
             self.log(fault=fault, seconds=seconds, candidates=jobs, problem=problem.key, victims=victims)
-        return found
+        return measurements
 
     def strike(self, how: signal.Signals) -> None:
         with self.lock, suppress(ProcessLookupError, IndexError):

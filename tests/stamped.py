@@ -31,17 +31,17 @@ PROBLEMS: dict[str, Problem] = {
 
 def compiled(problem: Problem, variants: list[str]) -> list[dict[str, Any]]:
     """For each kernel, how many stamps it has, and whether it was assembled."""
-    found: list[dict[str, Any]] = []
+    kernels: list[dict[str, Any]] = []
 
     class Reading(Context):
         def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
             binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
             stamps = binary.asm["ptx"].count("mov.b64 start, ")
-            found.append({"kernel": kernel.__name__, "stamps": stamps, "assembled": bool(binary.asm.get("cubin"))})
+            kernels.append({"kernel": kernel.__name__, "stamps": stamps, "assembled": bool(binary.asm.get("cubin"))})
 
     for variant in variants:
         compile_offline(problem, space_for(problem, TARGET).default(variant), TARGET, Reading)
-    return found
+    return kernels
 
 
 def main(problem: Problem, variants: list[str]) -> None:

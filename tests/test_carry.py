@@ -38,9 +38,9 @@ def test_only_winners_whose_machine_code_is_the_same_are_carried_over(tmp_path: 
     source, target = tmp_path / "old.json", tmp_path / "new.json"
     source.write_text(json.dumps(document))
 
-    told = subprocess.check_output([sys.executable, ROOT / "results/carry.py", old, source, target, "flash-decode"], text=True)
+    output = subprocess.check_output([sys.executable, ROOT / "results/carry.py", old, source, target, "flash-decode"], text=True)
 
     resident, compact = json.loads(target.read_text())["winners"]
     assert resident["kernel_digest"] == variant_digest("flash-decode", "resident")
     assert compact["kernel_digest"] == document["winners"][1]["kernel_digest"]
-    assert [line.split()[:2] for line in told.splitlines()] == [["carried", "resident"], ["DIFFERS", "compact"]]
+    assert [line.split()[:2] for line in output.splitlines()] == [["carried", "resident"], ["DIFFERS", "compact"]]

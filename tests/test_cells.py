@@ -90,8 +90,8 @@ def declare_twice() -> list[tuple[str, object]]:
     from autotax.spaces import space_for
 
     roles = dict.fromkeys(("make", "inputs", "reference", "baseline"), declare_twice)
-    found = []
+    parameters = []
     for values in ([1], [1, 2]):
         space = space_for(declare(roles, {"a": values}, "mine")(), detect("cpu"))
-        found.append(next(iter(space.variants["tuned"].parameters.items())))
-    return found
+        parameters.append(next(iter(space.variants["tuned"].parameters.items())))
+    return parameters

@@ -92,9 +92,9 @@ def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A problem that one process has tuned and others use."""
     what, trials = request.param
     db = f"sqlite:///{tmp_path_factory.mktemp('tuned')}/tuned.db"
-    [told] = document("tune", *what, "--trials", str(trials), db=db)
-    assert told["trials"] == {"ok": trials}
-    return Tuned(what, db, told)
+    [report] = document("tune", *what, "--trials", str(trials), db=db)
+    assert report["trials"] == {"ok": trials}
+    return Tuned(what, db, report)
 
 
 def test_a_second_process_looks_up_what_the_first_one_tuned(tuned: Tuned) -> None:
@@ -106,8 +106,8 @@ def test_a_second_process_looks_up_what_the_first_one_tuned(tuned: Tuned) -> Non
     }  # fmt: skip
     assert winner["verified"] and winner["interval"][0] <= winner["speedup"] <= winner["interval"][1]
 
-    [found] = document("lookup", *tuned.what, db=tuned.db)
-    assert (found["match"], found["variant"], found["config"]) == ("exact", winner["variant"], winner["config"])
+    [answer] = document("lookup", *tuned.what, db=tuned.db)
+    assert (answer["match"], answer["variant"], answer["config"]) == ("exact", winner["variant"], winner["config"])
 
     [compared] = document("compare", *tuned.what, db=tuned.db)
     rows = {row["name"]: row for row in compared["rows"]}
@@ -183,8 +183,8 @@ def test_a_run_that_was_ended_leaves_nothing_behind_and_is_resumed(how: signal.S
     with Store.open(db, create=False) as store:  # who was asked to end has said so, and what was measured is not to blame
         assert [run.status for run in store.runs()] == ["running" if how == signal.SIGKILL else "interrupted"]
 
-    [told] = document("tune", *GEMM, "--trials", str(before + 2), db=db)
-    assert sum(told["trials"].values()) == before + 2
+    [report] = document("tune", *GEMM, "--trials", str(before + 2), db=db)
+    assert sum(report["trials"].values()) == before + 2
     with Store.open(db, create=False) as store:
         kept = [trial for trial in store.trials() if "stage" not in trial.conditions]
     assert len(kept) == before + 2 == len({trial.config for trial in kept})

@@ -69,5 +69,5 @@ def test_an_operator_is_two_new_files_at_least_and_a_line(tmp_path: Path) -> Non
     assert ran.returncode == 0, ran.stderr
     assert "reduce-scatter-add" in ran.stdout
     code = "import autotax; print(autotax.__file__, autotax.ReduceScatterAdd(12, 40).key)"
-    told = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=here, capture_output=True, text=True, check=True)
-    assert told.stdout.split() == [str(there / "__init__.py"), "reduce-scatter-add/m=12,n=40,dtype=bf16,world_size=1"]
+    child = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=here, capture_output=True, text=True, check=True)
+    assert child.stdout.split() == [str(there / "__init__.py"), "reduce-scatter-add/m=12,n=40,dtype=bf16,world_size=1"]

@@ -43,16 +43,16 @@ def test_modules_of_kernels_share_a_name_only_if_a_variant_has_it() -> None:
     variants = {name for operator in _built_in() for name in operator.variants}
     usual = {*variants, *BUILT_IN.values(), "__init__", "peers", "traits"}  # an operator's kernels may be one module
     usual |= {"tiles", "attention"}  # of kernels that share a space
-    found: dict[str, list[str]] = defaultdict(list)
+    modules: dict[str, list[str]] = defaultdict(list)
     for path in files():
         if path.startswith(("kernels/", "spaces/")):
-            found[Path(path).stem].append(path)
-    assert not {name: paths for name, paths in found.items() if len(paths) > 1 and name not in usual}
+            modules[Path(path).stem].append(path)
+    assert not {name: paths for name, paths in modules.items() if len(paths) > 1 and name not in usual}
 
 
 def test_nothing_outside_an_operators_own_modules_names_it() -> None:
-    found = {path: told for path in files() if not path.startswith(OWN) for told in [_named_in(path)] if told}
-    assert not found
+    mentions = {path: names for path in files() if not path.startswith(OWN) for names in [_named_in(path)] if names}
+    assert not mentions
 
 
 def _named_in(path: str) -> set[str]:

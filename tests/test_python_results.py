@@ -59,8 +59,8 @@ def test_representations_are_short_and_say_what_was_found(tmp_path: Path, monkey
 @pytest.mark.usefixtures("pandas")
 def test_results_become_data_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ONLY_OURS_VARIABLE, "1")  # the landscape has no others
-    found = a_verdict().to_frame()
-    assert (found[0]["variant"], found[0]["latency_us"], found[0]["winner"]) == ("push", 118.2, True)
+    frame = a_verdict().to_frame()
+    assert (frame[0]["variant"], frame[0]["latency_us"], frame[0]["winner"]) == ("push", 118.2, True)
     rows = (Row("autotax", "push", a_measurement(80.0), 1.25),)
     compared = Comparison(PROBLEM, CPUS, ON_CPU, rows)
     assert compared.to_frame()[0]["speedup"] == 1.25 and "autotax 80.0 us" in repr(compared)

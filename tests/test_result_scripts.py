@@ -19,17 +19,17 @@ OURS = ("autotax", "tests")
 
 def imported(script: Path) -> list[tuple[str, str | None]]:
     """(module, name in it) of every import of ours, but for those that serve an older checkout."""
-    found: list[tuple[str, str | None]] = []
+    imports: list[tuple[str, str | None]] = []
     tree = ast.parse(script.read_text())
-    elsewhere = {each for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) for each in ast.walk(node)}
+    elsewhere = {child for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) for child in ast.walk(node)}
     for node in ast.walk(tree):
         if node in elsewhere:
             continue
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OURS:
-            found += [(node.module, each.name) for each in node.names]
+            imports += [(node.module, alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
-            found += [(each.name, None) for each in node.names if each.name.split(".")[0] in OURS]
-    return found
+            imports += [(alias.name, None) for alias in node.names if alias.name.split(".")[0] in OURS]
+    return imports
 
 
 @pytest.mark.parametrize("script", sorted(RESULTS.rglob("*.py")), ids=lambda path: str(path.relative_to(RESULTS)))

@@ -31,7 +31,7 @@ def test_a_sampled_test_keeps_each_value_and_is_whole_without_the_selection(pyte
     pytester.makepyfile(CASES)
     few = pytester.runpytest_inprocess("-s", "-m", "not alone and not volume")
     few.assert_outcomes(passed=4 + 2 + 1, deselected=4 + 2 + 1)
-    told = few.stdout.str()
-    assert all(f"ran {size}a." in told or f"ran {size}b." in told for size in "1234")
-    assert "a." in told and "b." in told and "ran 5." in told and "ran 6." not in told
+    output = few.stdout.str()
+    assert all(f"ran {size}a." in output or f"ran {size}b." in output for size in "1234")
+    assert "a." in output and "b." in output and "ran 5." in output and "ran 6." not in output
     pytester.runpytest_inprocess("-m", "not alone").assert_outcomes(passed=8 + 4 + 2)

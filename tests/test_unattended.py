@@ -43,10 +43,10 @@ def test_problems_are_finished_whatever_goes_wrong(tmp_path: Path) -> None:
         [sys.executable, "-m", "tests.unattended", *arguments, *files], cwd=ROOT, capture_output=True, text=True, timeout=260
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    found = json.loads(report.read_text())
-    assert all(each["finished"] and each["winner"] for each in found["problems"]) and len(found["problems"]) == 2
-    assert sum(fault["times"] for fault in found["faults"].values()) >= 3 and found["kills"] >= 1
-    assert found["complaints"] == [] and found["left"]["processes"] == []
+    summary = json.loads(report.read_text())
+    assert all(problem["finished"] and problem["winner"] for problem in summary["problems"]) and len(summary["problems"]) == 2
+    assert sum(fault["times"] for fault in summary["faults"].values()) >= 3 and summary["kills"] >= 1
+    assert summary["complaints"] == [] and summary["left"]["processes"] == []
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -60,9 +60,9 @@ def test_a_report_tells_of_its_own_runs(own: bool, tmp_path: Path) -> None:
     supervisor = Supervisor("cpu", db, 1, None, 6, 60.0, tmp_path)
     if not own:
         supervisor.run([], seconds=0)
-    found = report(supervisor, [])
-    assert len(found["complaints"]) == own
-    assert found["trials"] == ({"ok": 2, "crash": 1} if own else {})
+    summary = report(supervisor, [])
+    assert len(summary["complaints"]) == own
+    assert summary["trials"] == ({"ok": 2, "crash": 1} if own else {})
 
 
 @pytest.mark.parametrize("rounds", [0, 1])

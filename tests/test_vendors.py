@@ -45,7 +45,7 @@ def ranks() -> Iterator[Ranks]:
 def test_a_search_verifies_soaks_stores_and_exports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     db, problem = f"sqlite:///{tmp_path}/tuned.db", problem_of(16)
     verdict = autotax.tune(problem, variants=("all_to_all",), trials=2, soak=3, db=db, backend="cpu")
-    (standing,) = (each for each in verdict.standings if each.measurement.config == VENDOR)
+    (standing,) = (finalist for finalist in verdict.standings if finalist.measurement.config == VENDOR)
     assert standing.measurement.verified and standing.measurement.conditions["soak"] == 3
     with Store.open(database(tmp_path / "won.db", {problem: VENDOR})) as store:
         formats.write(tmp_path / "won.json", store.entries([problem.op], ["cpu"]))
@@ -68,7 +68,7 @@ def test_look_ups_answer_it_and_with_only_ours_leave_it_out(tmp_path: Path, monk
 
 def served(world: World, db: str) -> list[tuple[str, float]]:
     """The variant that ran, and the worst error of calls of several sizes, of both row-parallel layers."""
-    found = []
+    outcomes = []
     for layer_of in (LinearReduceScatter, LinearAllReduce):
         weights = [normal(N, K, seed=rank, dtype=torch.float32) for rank in range(world.size)]
         layer = layer_of(weights[world.rank], None, 16, db=db, sizes=[16])
@@ -78,16 +78,16 @@ def served(world: World, db: str) -> list[tuple[str, float]]:
             right = torch.stack([x @ weight.t() for x, weight in zip(xs, weights, strict=True)]).sum(0)
             right = right.chunk(world.size)[world.rank] if layer_of is LinearReduceScatter else right
             errors.append(relative_error(layer(xs[world.rank]), right))
-        found.append((str(layer.choices[-1].config), max(errors)))
+        outcomes.append((str(layer.choices[-1].config), max(errors)))
         layer.close()
-    return found
+    return outcomes
 
 
 def test_modules_run_it_for_all_sizes_of_its_bucket(ranks: Ranks, tmp_path: Path) -> None:
     db = database(tmp_path / "won.db", {problem_of(16, output): VENDOR for output in ("scattered", "replicated")})
-    for told in ranks.run(served, db):
-        assert [name for name, _ in told] == [str(VENDOR)] * 2
-        assert max(error for _, error in told) < 1e-5
+    for outcomes in ranks.run(served, db):
+        assert [name for name, _ in outcomes] == [str(VENDOR)] * 2
+        assert max(error for _, error in outcomes) < 1e-5
 
 
 def in_vllm(world: World, db: str) -> int:

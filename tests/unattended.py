@@ -158,7 +158,7 @@ class Supervisor:
         cut = tuple(problem for problem in batch.problems if begun.get(problem) == "running")
         rest = tuple(problem for problem in batch.problems if problem not in begun)
         batches = [Batch(cut, fresh=False, seed=batch.seed), Batch(rest, batch.fresh, batch.seed)]
-        return [each for each in batches if each.problems]
+        return [part for part in batches if part.problems]
 
 
 def _table(problem: Problem) -> str:
@@ -171,14 +171,14 @@ def _table(problem: Problem) -> str:
 
 def processes() -> list[str]:
     """Processes of this run that are still there."""
-    found = []
+    commands = []
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
+                commands.append(" ".join(process.cmdline()))
         except psutil.Error:
             continue
-    return found
+    return commands
 
 
 def _wait_for_the_last() -> None:
@@ -208,8 +208,8 @@ def memory_in_use(on_gpu: bool) -> list[int]:
 
 def report(supervisor: Supervisor, problems: Sequence[Problem]) -> dict[str, Any]:
     lines = supervisor.log.read_text().splitlines() if supervisor.log.exists() else []
-    told = [json.loads(line) for line in lines]
-    faults = [entry for entry in told if "fault" in entry]
+    entries = [json.loads(line) for line in lines]
+    faults = [entry for entry in entries if "fault" in entry]
     with Store.open(supervisor.db, create=False) as store:
         runs, trials, winners = store.runs(), store.trials(), store.winners(with_samples=False)
     runs = [run for run in runs if run.id >= supervisor.first]
@@ -237,12 +237,12 @@ def report(supervisor: Supervisor, problems: Sequence[Problem]) -> dict[str, Any
         ],
         "trials": dict(Counter(trial.status for trial in trials if "stage" not in trial.conditions)),
         "finalists": dict(Counter(trial.status for trial in trials if "stage" in trial.conditions)),
-        "faults": {name: {"times": len(each), "most_s": round(max(each), 2)} for name, each in sorted(seconds.items())},
+        "faults": {name: {"times": len(spans), "most_s": round(max(spans), 2)} for name, spans in sorted(seconds.items())},
         "victims": len(victims),
         "tuners": supervisor.tuners,
         "kills": supervisor.kills,
         "resumes": supervisor.resumes,
-        "restarts": max(0, sum("start" in entry for entry in told) - supervisor.tuners),
+        "restarts": max(0, sum("start" in entry for entry in entries) - supervisor.tuners),
         "complaints": complaints,
     }
 
@@ -258,20 +258,20 @@ def blamed(trials: Sequence[TrialRecord], victims: set[tuple[str, str]]) -> list
     return [trial for trial in failed if key(trial) in fine and key(trial) not in victims]
 
 
-def show(found: dict[str, Any]) -> None:
+def show(summary: dict[str, Any]) -> None:
     console = Console(width=150)
     table = Table("problem", "finished", "winner", "over BSP", title="Problems", title_justify="left")
-    for each in found["problems"]:
-        speedup = f"{each['speedup']:.2f}x" if each["speedup"] else "-"
-        values = " ".join(str(value) for value in each["problem"].values())
-        table.add_row(values, str(each["finished"]), each["winner"]["variant"] if each["winner"] else "none", speedup)
+    for entry in summary["problems"]:
+        speedup = f"{entry['speedup']:.2f}x" if entry["speedup"] else "-"
+        values = " ".join(str(value) for value in entry["problem"].values())
+        table.add_row(values, str(entry["finished"]), entry["winner"]["variant"] if entry["winner"] else "none", speedup)
     console.print(table)
     table = Table("fault", "times", "most seconds", title="Faults", title_justify="left")
-    for name, each in found["faults"].items():
-        table.add_row(name, str(each["times"]), str(each["most_s"]))
+    for name, fault in summary["faults"].items():
+        table.add_row(name, str(fault["times"]), str(fault["most_s"]))
     console.print(table)
     for name in ("trials", "finalists", "victims", "tuners", "kills", "resumes", "restarts", "left", "minutes", "complaints"):
-        console.print(f"{name}: {found[name]}", markup=False)
+        console.print(f"{name}: {summary[name]}", markup=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -298,24 +298,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kill_every_s = given.kill_every * 60
         supervisor = Supervisor(given.backend, given.db, trials, given.soak, given.every, kill_every_s, Path(folder))
         supervisor.run(problems, given.minutes * 60)
-        found = report(supervisor, problems)
+        summary = report(supervisor, problems)
     _wait_for_the_last()
-    found["minutes"] = round((time.monotonic() - started) / 60, 2)
-    found["left"] = {
+    summary["minutes"] = round((time.monotonic() - started) / 60, 2)
+    summary["left"] = {
         "processes": processes(),
         "shared_memory": sorted(shared_memory() - shared),
         "memory_before_mib": memory,
         "memory_after_mib": memory_in_use(hardware.on_gpu),
     }
-    left = found["left"]
+    left = summary["left"]
     if left["processes"] or left["shared_memory"]:
-        found["complaints"].append("something is left behind")
+        summary["complaints"].append("something is left behind")
     if any(after > before + 16 for before, after in zip(memory, left["memory_after_mib"], strict=True)):
-        found["complaints"].append("GPU memory is left in use")
-    show(found)
+        summary["complaints"].append("GPU memory is left in use")
+    show(summary)
     if given.json:
-        given.json.write_text(json.dumps(found, indent=2) + "\n")
-    return 1 if found["complaints"] else 0
+        given.json.write_text(json.dumps(summary, indent=2) + "\n")
+    return 1 if summary["complaints"] else 0
 
 
 if __name__ == "__main__":

@@ -73,8 +73,8 @@ def main() -> int:
             if ended.returncode != 2 or ended.stdout or ended.stderr.count("\n") != 1 or list(Path(folder).iterdir()):
                 wrong.append(line)
             print(f"{walls[-1]:8.2f} {processors[-1]:10.2f}  autotax {line}\n{'':21}{ended.stderr.strip()}")
-    for name, found in (("seconds", walls), ("processor", processors)):
-        print(f"{name}: median {statistics.median(found):.2f}, greatest {max(found):.2f}")
+    for name, seconds in (("seconds", walls), ("processor", processors)):
+        print(f"{name}: median {statistics.median(seconds):.2f}, greatest {max(seconds):.2f}")
     print(f"{len(walls)} command lines, {len(wrong)} without exit code 2 and one line: {wrong}")
     return 1 if wrong else 0
 

@@ -62,7 +62,7 @@ H200 = Hardware("cuda", "NVIDIA H200 (replayed)", "cuda:90", 4, 140, 132, 232448
 @cache
 def records() -> dict[str, tuple[Problem, float, list[TrialRecord]]]:
     """Recorded problems by their key: with the seconds of their longest run, and verified trials."""
-    found: dict[str, tuple[Problem, float, list[TrialRecord]]] = {}
+    entries: dict[str, tuple[Problem, float, list[TrialRecord]]] = {}
     for path in RECORDED:
         with Store.open(resolve_url(str(path)), create=False) as store:
             seconds = {}
@@ -73,19 +73,19 @@ def records() -> dict[str, tuple[Problem, float, list[TrialRecord]]]:
                 assert trial.run
                 problem = trial.run.problem
                 if problem.key in seconds and problem.world_size == 4:
-                    found.setdefault(problem.key, (problem, seconds[problem.key], []))[2].append(trial)
-    return found
+                    entries.setdefault(problem.key, (problem, seconds[problem.key], []))[2].append(trial)
+    return entries
 
 
 def problems() -> list[tuple[Problem, Problem, float]]:
     """As many as asked for, each with the recorded one it stands for, and its seconds: one of its sizes is a little larger."""
-    known, found = list(records().values()), []
+    known, jobs = list(records().values()), []
     for number in range(PROBLEMS):
         problem, seconds, _ = known[number % len(known)]
         values = problem.to_dict()
         name = next(name for name in ("m", "kv_len") if name in values)
-        found.append((problem_from_dict(values | {name: values[name] + 1 + number // len(known)}), problem, seconds))
-    return found
+        jobs.append((problem_from_dict(values | {name: values[name] + 1 + number // len(known)}), problem, seconds))
+    return jobs
 
 
 @cache
@@ -109,9 +109,9 @@ class Recorded:
         time.sleep(seconds * SCALE / (TRIALS + 1))
         if overlap:
             overlap()
-        stand_ins = [Candidate(self._nearest(original, each.config), each.conditions) for each in candidates]
-        found = self._replay.measure(original, stand_ins, effort)
-        return [replace(each, candidate=candidate) for each, candidate in zip(found, candidates, strict=True)]
+        stand_ins = [Candidate(self._nearest(original, candidate.config), candidate.conditions) for candidate in candidates]
+        answers = self._replay.measure(original, stand_ins, effort)
+        return [replace(answer, candidate=candidate) for answer, candidate in zip(answers, candidates, strict=True)]
 
     def expect(self, problem: Problem, configs: Sequence[Config], later: Sequence[Config] = ()) -> int:  # noqa: ARG002
         return 0
@@ -247,8 +247,8 @@ def watched(url: str, seen: dict[str, Any]):
 def makespan(seconds: Sequence[float], hosts: int) -> float:
     """Each host takes the next of the list when it is free."""
     free = [0.0] * hosts
-    for each in seconds:
-        heapq.heappush(free, heapq.heappop(free) + each)
+    for duration in seconds:
+        heapq.heappush(free, heapq.heappop(free) + duration)
     return max(free)
 
 
@@ -339,8 +339,8 @@ def report(url: str, outcome: Any, load: dict[str, Any]) -> None:
         joined = dict(connection.exec_driver_sql("SELECT slot, extract(epoch FROM joined) FROM autotax_fleet_host").all())
         zone = connection.exec_driver_sql(ZONE).scalar()
     end = max(float(ended) for _, _, ended in runs) + float(zone)
-    begin = max(float(each) for each in joined.values())
-    present = sum(end - float(each) for each in joined.values())
+    begin = max(float(timestamp) for timestamp in joined.values())
+    present = sum(end - float(timestamp) for timestamp in joined.values())
     busy, measuring = sum(host.busy_s for host in now.hosts), sum(SCALE * seconds for _, _, seconds in problems())
     first, per_trial = min(map(float, joined.values())), load["transactions"] / trials
     at_once = load["connections"]

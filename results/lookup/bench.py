@@ -1,4 +1,4 @@
-"""What look-ups cost with many winners loaded: `python results/lookup/bench.py [WINNERS]`. Needs no GPU; writes nothing but a
+"""The cost of look-ups with many winners loaded: `python results/lookup/bench.py [WINNERS]`. Needs no GPU; writes nothing but a
 temporary database.
 """
 
@@ -39,7 +39,7 @@ def fill(path: Path, count: int) -> None:
     software, config, bsp = environment(HERE.backend), space_for(FIRST, HERE).default("push"), Config("bsp")
     problems = [replace(FIRST, m=64 * (1 + i % 10), n=128 * (1 + i // 10), k=4096) for i in range(count)]
     problems[0] = FIRST
-    samples = {each.digest: [[100.0 + i for i in range(100)]] * 4 for each in (config, bsp)}
+    samples = {side.digest: [[100.0 + i for i in range(100)]] * 4 for side in (config, bsp)}
     with Store.open(path) as store:
         run = store.begin_run(FIRST, HERE, software, {})
         trial = TrialRecord(0, config, "ok", 100.0, None, verified=True, conditions=USUAL.to_dict())
@@ -66,8 +66,8 @@ def microseconds(problem: AllGatherGemm, **asked: object) -> str:
     for _ in range(ROUNDS):
         fresh = [replace(problem) for _ in range(LOOKS)]
         start = time.perf_counter()
-        for each in fresh:
-            lookup(each, **asked)
+        for copy in fresh:
+            lookup(copy, **asked)
         costs.append((time.perf_counter() - start) / LOOKS * 1e6)
     return f"{median(costs):.2f} us"
 

@@ -94,18 +94,18 @@ def right(problem: FlashDecode, device: torch.device, name: str) -> Tensor:
     return (shares @ v).view(-1, problem.head_dim)
 
 
-def told(out: Tensor, wanted: Tensor) -> str:
+def errors_of(out: Tensor, wanted: Tensor) -> str:
     """The errors of an output, as the docstring of this module has them."""
-    out, each = out.double().view(wanted.shape), []
+    out, errors = out.double().view(wanted.shape), []
     for channel in range(wanted.shape[1]):
         mine, its = out[:, channel], wanted[:, channel]
         if its.isfinite().all():
-            each.append(float((mine - its).norm() / its.norm()))
+            errors.append(float((mine - its).norm() / its.norm()))
         else:
             same = torch.equal(mine.nan_to_num(7.0), its.nan_to_num(7.0))
-            each.append(0.0 if same else math.inf)
-    others = max(error if error == error else math.inf for channel, error in enumerate(each) if channel != ODD)
-    own = ("ok" if each[ODD] == 0.0 else "wrong") if not wanted[:, ODD].isfinite().all() else f"{each[ODD]:.1e}"
+            errors.append(0.0 if same else math.inf)
+    others = max(error if error == error else math.inf for channel, error in enumerate(errors) if channel != ODD)
+    own = ("ok" if errors[ODD] == 0.0 else "wrong") if not wanted[:, ODD].isfinite().all() else f"{errors[ODD]:.1e}"
     return f"{others:.1e} / {own}" if math.isfinite(others) else f"not finite / {own}"
 
 
@@ -168,7 +168,7 @@ def main(gpu: bool) -> None:
         for variant, ways in cases:
             config = config_of(problem, hardware, variant, ways)
             outputs = on_one_gpu(problem, config) if gpu else ranks.run(outliers.on_cpu, problem, config)[0]
-            columns.append([told(outputs[name], wanted[name]) for name in DISTRIBUTIONS])
+            columns.append([errors_of(outputs[name], wanted[name]) for name in DISTRIBUTIONS])
     print(f"{problem.key}, {'one ' + hardware.device if gpu else 'CPU ranks'}\n")
     print("| V | " + " | ".join(f"`{variant}`" + (" packed" if ways else "") for variant, ways in cases) + " |")
     print("|---" * (len(cases) + 1) + "|")

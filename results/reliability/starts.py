@@ -66,11 +66,11 @@ def winners(path: Path, state: str, world: int) -> None:
 
 def made(folder: Path) -> dict[tuple[str, int], Path]:
     """The databases to copy, by state and number of ranks."""
-    found = {(state, world): folder / f"{state}-{world}.db".replace(" ", "-") for state in STATES for world in RANKS}
-    for (state, world), path in found.items():
+    paths = {(state, world): folder / f"{state}-{world}.db".replace(" ", "-") for state in STATES for world in RANKS}
+    for (state, world), path in paths.items():
         if state != "missing":
             winners(path, state, world)
-    return found
+    return paths
 
 
 def rank_of(rank: int, world: int, job: Path, state: str, late_s: float) -> None:
@@ -109,8 +109,8 @@ def ended(pids: list[int]) -> str:
     left, ends, failed = list(pids), time.monotonic() + LATEST_S, 0
     while left and time.monotonic() < ends:
         for pid in list(left):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            child, status = os.waitpid(pid, os.WNOHANG)
+            if child:
                 left.remove(pid)
                 failed += status != 0
         time.sleep(0.005)
@@ -133,13 +133,13 @@ def start(number: int, draw: random.Random, stores: dict[tuple[str, int], Path],
     pids = [forked(rank_of, rank, world, job, state, draw.uniform(0, 0.05)) for rank, state in enumerate(states)]
     pids += [forked(winners, job / f"{rank}.db", "warm", world) for rank, state in enumerate(states) if state == "written"]
     fault = ended(pids)
-    told = [json.loads(path.read_text()) for path in sorted(job.glob("*.json"))]
-    configs = {json.dumps(configs) for _, configs, _ in told}
-    if not fault and len(told) != world:
-        fault = f"{len(told)} of {world} ranks told"
+    reports = [json.loads(path.read_text()) for path in sorted(job.glob("*.json"))]
+    configs = {json.dumps(configs) for _, configs, _ in reports}
+    if not fault and len(reports) != world:
+        fault = f"{len(reports)} of {world} ranks told"
     if not fault and len(configs) > 1:
         fault = f"the ranks have different configs: {sorted(configs)}"
-    if not fault and len({digest for *_, digest in told}) > 1:
+    if not fault and len({digest for *_, digest in reports}) > 1:
         fault = "the ranks have different bits"
     shutil.rmtree(job, ignore_errors=True)
     ran = "none" if fault else json.loads(configs.pop())[-1].partition("(")[0]

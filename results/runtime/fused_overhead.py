@@ -1,4 +1,4 @@
-"""What an eager call of torch's fused operators costs the host: ours, torch's own, the collective library and torch.mm.
+"""The host's cost of an eager call of torch's fused operators: ours, torch's own, the collective library and torch.mm.
 
     python results/runtime/fused_overhead.py --world-size 4 --db winners.db --json fused-overhead.json
 

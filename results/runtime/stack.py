@@ -185,7 +185,7 @@ class Layer(nn.Module):
         self.o, self.down = rows
 
     def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor], spread: bool) -> Tensor:
-        """x [rows, hidden], the own ones if `spread`; `attend` makes [M, q_columns] of [M, qkv_columns]."""
+        """x [rows, hidden], this rank's rows if `spread`; `attend` makes [M, q_columns] of [M, qkv_columns]."""
         w = self.weights
         h = self.norms[0](x)
         qkv = self.qkv(h) if spread else torch.mm(h, w.qkv.t())
@@ -206,7 +206,7 @@ class Stack(nn.Module):
         self.decoders = nn.ModuleDict({str(batch): decoder for batch, decoder in decoders.items()})
 
     def prefill(self, x: Tensor) -> Tensor:
-        """One sequence: x [rows, hidden], the own rows of it."""
+        """One sequence: x [rows, hidden], this rank's rows of it."""
         for layer in self.layers:
             x = layer(x, lambda qkv: own_heads_attend(qkv, self.sizes), True)
         return x
@@ -221,7 +221,7 @@ class Stack(nn.Module):
 
 
 def own_heads_attend(qkv: Tensor, sizes: Sizes) -> Tensor:
-    """Causal attention of the own heads among all tokens."""
+    """Causal attention of this rank's heads among all tokens."""
     columns = [sizes.q_columns, sizes.kv_columns, sizes.kv_columns]
     q, k, v = (part.view(1, len(qkv), -1, sizes.head_dim).transpose(1, 2) for part in qkv.split(columns, dim=-1))
     o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -229,7 +229,7 @@ def own_heads_attend(qkv: Tensor, sizes: Sizes) -> Tensor:
 
 
 def all_heads_attend(qkv: Tensor, sizes: Sizes, decoder: FlashDecode, cache: Cache) -> Tensor:
-    """Every rank attends with the queries of all heads to its tokens; the own heads of the merged result."""
+    """Every rank attends with the queries of all heads to its tokens; returns this rank's heads of the merged result."""
     own = qkv[:, : sizes.q_columns].contiguous()
     gathered = own.new_empty(sizes.world_size * len(own), sizes.q_columns)
     all_gather(gathered, own)

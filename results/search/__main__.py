@@ -74,7 +74,7 @@ def replay(of: ReplayOptions, form: OutputOptions) -> int:
         raise UsageError(f"the files hold no problem with {replays.FEWEST} recorded configs and a baseline: record more")
     if of.models is None:
         say("no --models given: searches have no prior, since the shipped ones have seen such problems")
-    found = []
+    summaries = []
     for name, strategy in replays.STRATEGIES.items():
         played = [
             replays.play(
@@ -83,9 +83,9 @@ def replay(of: ReplayOptions, form: OutputOptions) -> int:
             for on in grounds
             for seed in range(seeds)
         ]
-        found.append(replays.Summary.of(name, played, trials))
-    form.show(lambda: _table(found, len(grounds), of.landscape))
-    form.document(lambda: _documents(found), about=_about(grounds, of))
+        summaries.append(replays.Summary.of(name, played, trials))
+    form.show(lambda: _table(summaries, len(grounds), of.landscape))
+    form.document(lambda: _documents(summaries), about=_about(grounds, of))
     return 0
 
 
@@ -109,27 +109,27 @@ def _grounds(file: Landscapes, what: ReplayOptions) -> Iterator[Landscape]:
                 yield made
 
 
-def _table(found: list[Summary], problems: int, kind: str) -> Table:
+def _table(summaries: list[Summary], problems: int, kind: str) -> Table:
     from rich.table import Table
 
-    first = found[0]
+    first = summaries[0]
     table = Table(title=f"{problems} problems, {kind}; {first.searches} searches of {first.trials} trials; median / 95 %")
     for column in ("search", "trials to 1 %", "trials to 3 %", "loss after 12", "loss after 16"):
         table.add_column(column)
-    for each in found:
-        counts = (" / ".join(f"{x:g}" if x < math.inf else f">{each.trials}" for x in ends)
-                  for ends in (each.to_1_percent, each.to_3_percent))  # fmt: skip
-        losses = (" / ".join(f"{x:.1%}" for x in ends) for ends in (each.loss_after_12, each.loss_after_16))
-        table.add_row(each.strategy, *counts, *losses)
+    for summary in summaries:
+        counts = (" / ".join(f"{x:g}" if x < math.inf else f">{summary.trials}" for x in ends)
+                  for ends in (summary.to_1_percent, summary.to_3_percent))  # fmt: skip
+        losses = (" / ".join(f"{x:.1%}" for x in ends) for ends in (summary.loss_after_12, summary.loss_after_16))
+        table.add_row(summary.strategy, *counts, *losses)
     return table
 
 
-def _documents(found: list[Summary]) -> list[dict[str, Any]]:
+def _documents(summaries: list[Summary]) -> list[dict[str, Any]]:
     def finite(summary: Summary) -> dict[str, Any]:
-        told = asdict(summary)
-        return {k: [None if x == math.inf else x for x in v] if isinstance(v, tuple) else v for k, v in told.items()}
+        document = asdict(summary)
+        return {k: [None if x == math.inf else x for x in v] if isinstance(v, tuple) else v for k, v in document.items()}
 
-    return [finite(each) for each in found]
+    return [finite(summary) for summary in summaries]
 
 
 def _about(grounds: list[Landscape], what: ReplayOptions) -> dict[str, Any]:
@@ -164,9 +164,9 @@ def record(what: ProblemOptions, deployed: DeployOptions, how: RecordOptions, wh
     check([problem], hardware)
     with ranks(hardware, problem.world_size, how.seed) as runner:
         counts = make(problem, hardware, runner, runner.environment, deployed.conditions(hardware), trials, how.seed, how.file)
-    told = ", ".join(f"{count} {status}" for status, count in counts.items())
+    tally = ", ".join(f"{count} {status}" for status, count in counts.items())
     ok = bool(counts.get("ok"))
-    where.plain(f"{how.file}: {sum(counts.values())} configs of {problem} ({told})")
+    where.plain(f"{how.file}: {sum(counts.values())} configs of {problem} ({tally})")
     where.document(lambda: [{"file": str(how.file), "problem": problem.to_dict(), "statuses": counts}], ok=ok)
     return 0 if ok else 1
 

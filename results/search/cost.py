@@ -37,8 +37,8 @@ def one(sampler: str) -> None:
         runner, clock = SyntheticRunner(gemm_landscape), Clock()
         runner.look_ahead = AHEAD
         run(store, runner, trials=TRIALS, sampler=sampler, soak=0, listener=clock)
-    each = [(clock.seconds[last] - clock.seconds[first]) / (last - first) for first, last in SPANS]
-    print(" ".join(f"{seconds * 1e3:.0f}" for seconds in each))
+    costs = [(clock.seconds[last] - clock.seconds[first]) / (last - first) for first, last in SPANS]
+    print(" ".join(f"{seconds * 1e3:.0f}" for seconds in costs))
 
 
 def main(before: Path) -> None:
@@ -46,8 +46,8 @@ def main(before: Path) -> None:
     sides = [("before, tpe", before, "tpe"), ("now, tpe", ROOT, "tpe"), ("now, gp", ROOT, "gp")]
     for name, checkout, sampler in (*sides, *reversed(sides)):
         command = [sys.executable, str(Path(__file__).resolve()), "--one", sampler]
-        told = subprocess.run(command, cwd=checkout, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
-        spans = ", ".join(f"{ms} ms a trial of {first} to {last}" for ms, (first, last) in zip(told, SPANS, strict=True))
+        costs = subprocess.run(command, cwd=checkout, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+        spans = ", ".join(f"{ms} ms a trial of {first} to {last}" for ms, (first, last) in zip(costs, SPANS, strict=True))
         print(f"{name:12} {spans}", flush=True)
 
 

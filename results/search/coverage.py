@@ -45,8 +45,8 @@ def git(*arguments: str) -> bytes:
     return subprocess.run(["git", "-C", str(ROOT), *arguments], check=True, capture_output=True).stdout
 
 
-def config(told: Any) -> str:
-    return json.dumps({"variant": told["variant"], "params": told["params"]}, sort_keys=True)
+def config(document: Any) -> str:
+    return json.dumps({"variant": document["variant"], "params": document["params"]}, sort_keys=True)
 
 
 def collect() -> None:
@@ -64,21 +64,21 @@ def collect() -> None:
                         at[place[0], other, middle] = key
     winners = {round(w[0], 9): w for name in names if name.endswith(".db") for w in crowned(name)}
     for name in (name for name in names if "/compare" in name and name.endswith(".json")):
-        told = json.loads(git("show", f"{COMMIT}:{name}"))
-        for each in told if isinstance(told, list) else [told]:
-            rows = {row["name"]: row for row in each.get("rows", []) if row["verified"] and "rounds_us" in row}
-            if {"autotax", "bsp-graph"} <= rows.keys() and each["match"] == "exact":
+        document = json.loads(git("show", f"{COMMIT}:{name}"))
+        for comparison in document if isinstance(document, list) else [document]:
+            rows = {row["name"]: row for row in comparison.get("rows", []) if row["verified"] and "rounds_us" in row}
+            if {"autotax", "bsp-graph"} <= rows.keys() and comparison["match"] == "exact":
                 tuned, base = rows["autotax"], rows["bsp-graph"]
                 mine = config({"variant": tuned["variant"], "params": tuned["config"]})
                 theirs = config({"variant": "bsp", "params": base["config"]})
                 for speedup, (_, key, low, high, winner, baseline) in winners.items():
-                    same = winner == mine and baseline == theirs and f"[{low:.2f}, {high:.2f}]" in each["reason"]
-                    if same and (key, mine, speedup) in at and sizes(each["problem"]) == sizes(key):
+                    same = winner == mine and baseline == theirs and f"[{low:.2f}, {high:.2f}]" in comparison["reason"]
+                    if same and (key, mine, speedup) in at and sizes(comparison["problem"]) == sizes(key):
                         ratios = [b / c for b, c in zip(base["rounds_us"], tuned["rounds_us"], strict=True)]
                         groups[at[key, mine, speedup]][round(statistics.median(ratios), 9)] = ratios
                         break
-    found = {key: [[round(r, 5) for r in job] for job in jobs.values()] for key, jobs in groups.items() if len(jobs) > 1}
-    FILE.write_bytes(gzip.compress(json.dumps(found).encode(), 9, mtime=0))
+    repeats = {key: [[round(r, 5) for r in job] for job in jobs.values()] for key, jobs in groups.items() if len(jobs) > 1}
+    FILE.write_bytes(gzip.compress(json.dumps(repeats).encode(), 9, mtime=0))
 
 
 def sizes(problem: Any) -> set[str]:
@@ -99,7 +99,7 @@ def opened(name: str) -> Iterator[sqlite3.Connection]:
 
 def finalists(name: str) -> Iterator[tuple[tuple[str, ...], dict[str, tuple[str, list[float]]]]]:
     """Of each finalist round where it was, and the rounds of each config."""
-    found: dict[int, dict[str, tuple[str, list[float]]]] = defaultdict(dict)
+    runs: dict[int, dict[str, tuple[str, list[float]]]] = defaultdict(dict)
     where: dict[int, tuple[str, ...]] = {}
     for database in opened(name):
         rows = database.execute("select * from autotax_trial t join autotax_run r on t.run_id = r.id where t.status = 'ok'")
@@ -109,9 +109,9 @@ def finalists(name: str) -> Iterator[tuple[tuple[str, ...], dict[str, tuple[str,
                 deployed = [conditions.get(word) for word in ("mode", "l2", "skew_us")]
                 digest = row["kernel_digest"] if "kernel_digest" in row.keys() else ""  # noqa: SIM118
                 rounds = [max(sample) for sample in zip(*json.loads(row["samples"]), strict=True)]
-                found[row["run_id"]][config(json.loads(row["config"]))] = digest, rounds
+                runs[row["run_id"]][config(json.loads(row["config"]))] = digest, rounds
                 where[row["run_id"]] = (row["problem_key"], row["hardware_digest"], json.dumps(deployed))
-    for run, rounds_of in found.items():
+    for run, rounds_of in runs.items():
         if len({len(rounds) for _, rounds in rounds_of.values()}) == 1:
             yield where[run], rounds_of
 
@@ -129,7 +129,7 @@ Case = tuple[str, str, list[list[float]], float, float]
 
 def cases(groups: dict[str, list[list[float]]], jobs: int) -> list[Case]:
     """Every choice of so many jobs and of another one; a group counts once."""
-    found = []
+    choices = []
     for key, repeats in groups.items():
         problem, hardware, *_ = json.loads(key)
         chosen = [
@@ -140,25 +140,25 @@ def cases(groups: dict[str, list[list[float]]], jobs: int) -> list[Case]:
         ]
         for some, other in chosen:
             median = statistics.median(repeats[other])
-            found.append((problem.partition("/")[0], hardware, [repeats[i] for i in some], median, 1 / len(chosen)))
-    return found
+            choices.append((problem.partition("/")[0], hardware, [repeats[i] for i in some], median, 1 / len(chosen)))
+    return choices
 
 
 def live() -> Iterator[tuple[str, list[list[float]], float, tuple[float, float]]]:
     """Of each winner its operator, its jobs, what the comparison found, and the interval that it was stored with."""
     stored = {
-        (json.dumps(each["problem"], sort_keys=True), config(each["config"])): each
-        for each in json.loads(lzma.decompress((LIVE / "winners.json.xz").read_bytes()))["winners"]
+        (json.dumps(winner["problem"], sort_keys=True), config(winner["config"])): winner
+        for winner in json.loads(lzma.decompress((LIVE / "winners.json.xz").read_bytes()))["winners"]
     }
     for path in sorted(LIVE.glob("*/compare*.json.xz")):
-        for told in json.loads(lzma.decompress(path.read_bytes()))["results"]:
-            row = told["rows"][0]
+        for comparison in json.loads(lzma.decompress(path.read_bytes()))["results"]:
+            row = comparison["rows"][0]
             mine = config({"variant": row["variant"], "params": row["config"]})
-            if won := stored.get((json.dumps(told["problem"], sort_keys=True), mine)):
+            if won := stored.get((json.dumps(comparison["problem"], sort_keys=True), mine)):
                 base, us = (rounds_of(won, side) for side in ("baseline", "config"))
                 ratios = [b / c for b, c in zip(base, us, strict=True)]
                 jobs = [ratios[at : at + ROUNDS] for at in range(0, len(ratios), ROUNDS)]
-                yield told["problem"]["op"], jobs, row["speedup_vs_bsp"], tuple(won["interval"])
+                yield comparison["problem"]["op"], jobs, row["speedup_vs_bsp"], tuple(won["interval"])
 
 
 def rounds_of(won: Any, side: str) -> list[float]:
@@ -179,7 +179,7 @@ def before(jobs: list[list[float]]) -> tuple[float, float]:
     return ours.median_interval([ratio for job in jobs for ratio in job], BEFORE)
 
 
-def told(name: str, how: Any, some: list[Case]) -> str:
+def row_of(name: str, how: Any, some: list[Case]) -> str:
     ends = [(how(jobs), median, weight) for _, _, jobs, median, weight in some]
     inside = share([(low <= median <= high, weight) for (low, high), median, weight in ends])
     half = sum(weight * math.log(high / low) / 2 for (low, high), _, weight in ends) / sum(w for *_, w in ends)
@@ -196,14 +196,14 @@ def main() -> None:
         for jobs, name, how in ((1, "one job, as before", before), (2, "two jobs, as before", before),
                                 (1, "one job, across jobs", interval), (2, "two jobs, across jobs", interval),
                                 (3, "three jobs, across jobs", interval)):  # fmt: skip
-            print("  " + told(name, how, [case for case in cases(groups, jobs) if case[0] == op]))
+            print("  " + row_of(name, how, [case for case in cases(groups, jobs) if case[0] == op]))
     print("\nWinners of 2 H100: the comparison of another command lies inside the interval of two jobs")
     winners = list(live())
-    for op in dict.fromkeys(each[0] for each in winners):
+    for op in dict.fromkeys(winner[0] for winner in winners):
         some = [(jobs, median, low <= median <= high) for o, jobs, median, (low, high) in winners if o == op]
-        found: list[Case] = [(op, "", jobs, median, 1.0) for jobs, median, _ in some]
-        print(f"  {told(op, interval, found)}; as stored: {sum(inside for *_, inside in some)}")
-    print("  " + told("all", interval, [(op, "", jobs, median, 1.0) for op, jobs, median, _ in winners]))
+        subset: list[Case] = [(op, "", jobs, median, 1.0) for jobs, median, _ in some]
+        print(f"  {row_of(op, interval, subset)}; as stored: {sum(inside for *_, inside in some)}")
+    print("  " + row_of("all", interval, [(op, "", jobs, median, 1.0) for op, jobs, median, _ in winners]))
     kept = sum(interval(jobs)[0] <= median for _, jobs, median, _ in winners)
     print(f"  at least the lower bound                    {kept / len(winners):5.1%} of {len(winners):5} cases")
     print("\nConstants fitted on one machine (the narrowest of a grid with 95 %), coverage of two jobs on the other")
@@ -212,14 +212,14 @@ def main() -> None:
         fitted, test = ([case for case in cases(groups, 2) if case[1] == machine] for machine in (here, there))
         best = min(
             (
-                (told("", interval, fitted), floor, part)
+                (row_of("", interval, fitted), floor, part)
                 for floor, part in itertools.product((0.002, 0.003, 0.004, 0.006, 0.009), (0.3, 0.5, 0.7, 0.9))
                 if set_constants(floor, part) and coverage(fitted) >= 0.95
             ),
-            key=lambda found: float(found[0].rpartition(" ")[2].rstrip("%")),
+            key=lambda candidate: float(candidate[0].rpartition(" ")[2].rstrip("%")),
         )
         set_constants(*best[1:])
-        print("  " + told(f"floor {best[1]}, share {best[2]}", interval, test))
+        print("  " + row_of(f"floor {best[1]}, share {best[2]}", interval, test))
 
 
 def set_constants(floor: float, part: float) -> bool:

@@ -51,7 +51,7 @@ class PointRunner(Runner):
         self.on, self.configs = on, configs
         self.noise = replay.NOISE if on.kind != replay.RECORDED else 0.0
         self.source = random.Random(f"{seed}/{on.problem.key}")
-        self.told: dict[tuple[int, ...], float] = {}
+        self.times_us: dict[tuple[int, ...], float] = {}
         self.losses: list[float] = []
         self.again = 0
 
@@ -62,23 +62,23 @@ class PointRunner(Runner):
         return {}
 
     def run(self, parameter_space: Any, tuning_options: Any) -> list[dict[str, Any] | None]:
-        found: list[dict[str, Any] | None] = []
+        results: list[dict[str, Any] | None] = []
         for element in parameter_space:
             point = tuple(int(value) for value in element)
             if tuning_options.budget.is_done():
-                found.append(None)
+                results.append(None)
                 continue
-            self.again = self.again + 1 if point in self.told else 0
+            self.again = self.again + 1 if point in self.times_us else 0
             known = len(self.losses) >= replay.LOSSES[-1] and min(self.losses) <= 1 + replay.SHARES[0]
             if known or self.again > STUCK:  # what the table tells of it, or nothing new
                 tuning_options.budget.num_fevals = tuning_options.budget.max_fevals
-            if point not in self.told:
+            if point not in self.times_us:
                 us = self.on.us(self.configs[point])
                 self.losses.append(us / self.on.best_us)
-                self.told[point] = us * float(np.exp(self.source.gauss(0.0, self.noise)))
+                self.times_us[point] = us * float(np.exp(self.source.gauss(0.0, self.noise)))
                 tuning_options.budget.add_evaluations(1)
-            found.append(dict(zip(tuning_options.tune_params, point, strict=True)) | {"time": self.told[point]})
-        return found
+            results.append(dict(zip(tuning_options.tune_params, point, strict=True)) | {"time": self.times_us[point]})
+        return results
 
 
 def space_of(on: replay.Landscape, seed: int) -> tuple[dict[str, list[int]], dict[tuple[int, ...], Config]]:
@@ -99,7 +99,7 @@ def space_of(on: replay.Landscape, seed: int) -> tuple[dict[str, list[int]], dic
         )
 
     points = {point(config): config for config in configs}
-    used = [sorted({each[at] for each in points}) for at in range(len(names) + 1)]
+    used = [sorted({coordinates[at] for coordinates in points}) for at in range(len(names) + 1)]
     return dict(zip(["variant", *names], used, strict=True)), points
 
 
@@ -109,7 +109,7 @@ def search(on: replay.Landscape, strategy: str, seed: int) -> dict[str, Any]:
     space = Searchspace(parameters, [], 10**9, defer_construction=True)
     space.list = list(points)
     space.size = len(points)
-    space._Searchspace__dict = {each: at for at, each in enumerate(points)}
+    space._Searchspace__dict = {point: at for at, point in enumerate(points)}
     space._Searchspace__numpy = None
     space.num_params, space.indices = len(parameters), np.arange(len(points))
     runner = PointRunner(on, points, seed)

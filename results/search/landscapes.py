@@ -133,8 +133,8 @@ class Landscapes(msgspec.Struct, forbid_unknown_fields=True):
 
     def t4(self, key: str) -> dict[str, Any]:
         """The searched trials of a problem as T4 has them, times in milliseconds; parameters that a variant lacks are "none"."""
-        found = [r for run, r in self.of_runs() if run.problem == key and not r.final and not run.imported]
-        names = sorted({name for result in found for name in result.configuration} - {"variant"})
+        trials = [r for run, r in self.of_runs() if run.problem == key and not r.final and not run.imported]
+        names = sorted({name for result in trials for name in result.configuration} - {"variant"})
         results = [
             {
                 "timestamp": r.timestamp,
@@ -148,7 +148,7 @@ class Landscapes(msgspec.Struct, forbid_unknown_fields=True):
                 "measurements": [{"name": "time", "value": (r.latency_us or 0.0) / 1e3, "unit": "ms"}],
                 "objectives": r.objectives,
             }
-            for r in found
+            for r in trials
         ]
         return {"schema_version": T4, "metadata": {"timeunit": "milliseconds"}, "results": results}
 
@@ -161,7 +161,7 @@ def write(path: Path, databases: Iterable[Path], root: Path, kept: Landscapes | 
     """
     new = Landscapes(FORMAT, VERSION, T4, {"timeunit": "milliseconds"}, {}, {}, {}, [], [], [])  # type: ignore[arg-type]
     landscapes = kept or new
-    places = {json.dumps(told, sort_keys=True): place for place, told in enumerate(landscapes.conditions)}
+    places = {json.dumps(conditions, sort_keys=True): place for place, conditions in enumerate(landscapes.conditions)}
     there = {run.database for run in landscapes.runs}
     for database in databases:
         if (name := _name(database, root)) in there:
@@ -176,35 +176,35 @@ def write(path: Path, databases: Iterable[Path], root: Path, kept: Landscapes | 
 def read(path: Path) -> Landscapes:
     """Reads a file. Raises UsageError, of one line, if any part of it is invalid."""
     try:
-        found = from_json(read_bytes(path), Landscapes)
-        _check(found)
+        landscapes = from_json(read_bytes(path), Landscapes)
+        _check(landscapes)
     except OSError as error:
         raise UsageError(f"file {path} cannot be read ({error.strerror}): give another") from None
     except (Malformed, UsageError) as error:
         raise UsageError(f"file {path} holds no landscapes of autotax ({str(error)[:300]}): give another") from None
-    return found
+    return landscapes
 
 
 def _name(database: Path, root: Path) -> str:
     return str(database.relative_to(root)) if database.is_relative_to(root) else database.name
 
 
-def _check(found: Landscapes) -> None:
+def _check(file: Landscapes) -> None:
     """Checks that all references within the file are valid, and that its parts are what the tuner makes of them."""
-    for key in found.problems:
-        if found.problem(key).key != key:
+    for key in file.problems:
+        if file.problem(key).key != key:
             raise Malformed(f"{key[:LONGEST_NAME]!r} is not the key of its problem")
-    for hardware in found.hardware.values():
+    for hardware in file.hardware.values():
         converted(hardware, HardwareShape)
-    for environment in found.environments.values():
+    for environment in file.environments.values():
         converted(environment, EnvironmentShape)
-    for conditions in found.conditions:
+    for conditions in file.conditions:
         Conditions(**msgspec.structs.asdict(converted(conditions, _Deployed)))
-    for run in found.runs:
-        if not (run.problem in found.problems and run.hardware in found.hardware and run.environment in found.environments):
+    for run in file.runs:
+        if not (run.problem in file.problems and run.hardware in file.hardware and run.environment in file.environments):
             raise Malformed(f"run {run.id} of {run.database[:LONGEST_NAME]!r} names what is not in the file")
-    for number, result in enumerate(found.results, 1):
-        if not (0 <= result.run < len(found.runs) and 0 <= result.conditions < len(found.conditions)):
+    for number, result in enumerate(file.results, 1):
+        if not (0 <= result.run < len(file.runs) and 0 <= result.conditions < len(file.conditions)):
             raise Malformed(f"result {number} points beyond the file")
         if "variant" not in result.configuration:
             raise Malformed(f"result {number} has no variant")
@@ -230,10 +230,10 @@ def _add(
         landscapes.runs.append(_run(run, database))
     for trial in trials:
         assert trial.run_id is not None
-        told = {name: value for name, value in trial.conditions.items() if name != "stage"}
-        place = places.setdefault(json.dumps(told, sort_keys=True), len(places))
+        conditions = {name: value for name, value in trial.conditions.items() if name != "stage"}
+        place = places.setdefault(json.dumps(conditions, sort_keys=True), len(places))
         if place == len(landscapes.conditions):
-            landscapes.conditions.append(told)
+            landscapes.conditions.append(conditions)
         landscapes.results.append(_result(trial, at[trial.run_id], place))
 
 

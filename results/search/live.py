@@ -62,10 +62,10 @@ def tune(problems: Sequence[Problem], *more: str, checkout: Path = ROOT) -> list
         shapes.write_text("\n".join(table_of(problem) for problem in problems))
         command = [sys.executable, "cli.py", "tune", "--shapes", str(shapes), "--db", f"{folder}/live.db", "--json"]
         cold = {**os.environ, "TRITON_CACHE_DIR": f"{folder}/compiled"}  # no search finds what another one compiled
-        told = subprocess.run([*command, *more], cwd=checkout, env=cold, stdout=subprocess.PIPE, text=True, check=True).stdout
-    found = json.loads(told)
-    documents = found if isinstance(found, list) else found["results"]  # a list: older checkouts, of fewer parameters
-    return [next(each for each in documents if each["problem"].items() <= problem.to_dict().items()) for problem in problems]
+        output = subprocess.run([*command, *more], cwd=checkout, env=cold, stdout=subprocess.PIPE, text=True, check=True).stdout
+    answer = json.loads(output)
+    documents = answer if isinstance(answer, list) else answer["results"]  # a list: older checkouts, of fewer parameters
+    return [next(entry for entry in documents if entry["problem"].items() <= problem.to_dict().items()) for problem in problems]
 
 
 def table_of(problem: Problem) -> str:
@@ -89,11 +89,11 @@ def judged(problem: Problem, configs: Sequence[Config], effort: Effort = JUDGE) 
     with runner_of(problem) as runner:
         conditions = as_deployed(None, runner.hardware)
         unique = list(dict.fromkeys(configs))
-        found = dict(zip(unique, runner.measure(problem, [Candidate(c, conditions) for c in unique], effort), strict=True))
-    wrong = [f"{config}: {m.status} {m.error}" for config, m in found.items() if not m.verified]
+        measurements = dict(zip(unique, runner.measure(problem, [Candidate(c, conditions) for c in unique], effort), strict=True))
+    wrong = [f"{config}: {m.status} {m.error}" for config, m in measurements.items() if not m.verified]
     if wrong:
         raise SystemExit(f"a winner could not be measured again: {wrong}")
-    return [found[config].rounds for config in configs]
+    return [measurements[config].rounds for config in configs]
 
 
 def against(sides: dict[str, list[str]], before: Path) -> None:
@@ -148,9 +148,9 @@ def coverage() -> None:
             continue
         config, bsp, (low, high) = verdict.winner.measurement.config, verdict.baseline.config, verdict.winner.interval
         for _ in range(OPTIONS.repeats):
-            found, _ = speedup(*judged(problem, [bsp, config], ROUND_EFFORT))
-            inside.append(low <= found <= high)
-            print(f"{problem.key}: {found:.4f}, {low:.4f} to {high:.4f}: {'inside' if inside[-1] else 'OUTSIDE'}", flush=True)
+            ratio, _ = speedup(*judged(problem, [bsp, config], ROUND_EFFORT))
+            inside.append(low <= ratio <= high)
+            print(f"{problem.key}: {ratio:.4f}, {low:.4f} to {high:.4f}: {'inside' if inside[-1] else 'OUTSIDE'}", flush=True)
     print(f"{sum(inside)} of {len(inside)} inside")
 
 

@@ -29,8 +29,8 @@ KINDS = ("none", "others", "all")
 def simulate(op: str, kind: str) -> dict[str, list[float]]:
     """For each problem, the latency of the best config after so many trials as POINTS says."""
     landscape, winners = Landscape(op), shipped.known_winners()
-    found: dict[str, list[float]] = {}
-    for key, told in landscape.problems.items():
+    latencies: dict[str, list[float]] = {}
+    for key, fields in landscape.problems.items():
         memory: dict[Config, float] = {}
 
         def us(config: Config, key: str = key, memory: dict[Config, float] = memory) -> float:
@@ -46,9 +46,9 @@ def simulate(op: str, kind: str) -> dict[str, list[float]]:
             Store.open(f"sqlite:///{folder}/t.db") as store,
             mock.patch.object(shipped, "known_winners", lambda known=known: known),
         ):
-            run(store, runner, problem_from_dict(told), H200, trials=POINTS[-1], soak=0)
-        found[key] = [min(us(config) for config in runner.searched[:point]) for point in POINTS]
-    return found
+            run(store, runner, problem_from_dict(fields), H200, trials=POINTS[-1], soak=0)
+        latencies[key] = [min(us(config) for config in runner.searched[:point]) for point in POINTS]
+    return latencies
 
 
 def main() -> None:

@@ -117,13 +117,13 @@ def recorded_us(file: Landscapes, key: str) -> dict[Config, float]:
 
 
 def _recorded_us(file: Landscapes, key: str, space: Space) -> dict[Config, float]:
-    found: dict[Config, float] = {}
+    latencies: dict[Config, float] = {}
     for run, result in file.of_runs():
         deployed = Conditions.from_dict(file.conditions[result.conditions]) == Conditions()
         of_search = run.problem == key and deployed and result.status in ("ok", "pruned") and not (result.final or run.imported)
         if of_search and (result.latency_us or 0.0) > 0.0 and result.config in space:
-            found[result.config] = result.latency_us  # type: ignore[assignment]
-    return found
+            latencies[result.config] = result.latency_us  # type: ignore[assignment]
+    return latencies
 
 
 def hardware_of(file: Landscapes, key: str) -> Hardware:
@@ -140,7 +140,7 @@ def recorded(file: Landscapes, key: str) -> Landscape | None:
     if len(points) < FEWEST or not any(config.variant == next(iter(whole.variants)) for config in points):
         return None
     by_variant = {name: [c for c in points if c.variant == name] for name in whole.variants}
-    space = Space(problem, hardware, {name: _Points(whole.variants[name], found) for name, found in by_variant.items() if found})
+    space = Space(problem, hardware, {name: _Points(whole.variants[name], group) for name, group in by_variant.items() if group})
     start = _won_elsewhere(problem, hardware, space)
     return Landscape(problem, hardware, space, RECORDED, points.__getitem__, min(points.values()), start=start)
 
@@ -240,7 +240,7 @@ class Played:
     """One search on one landscape. `losses` are the latencies in the order of the trials, divided by the best."""
 
     losses: tuple[float, ...]
-    told: tuple[float, ...]
+    noisy: tuple[float, ...]
     """The latencies with noise that the search received, divided by the best."""
     gains: tuple[float | None, ...] = ()
     """The expected gain after each trial; only for searches that are played to the end."""
@@ -253,7 +253,7 @@ class Played:
         """The result of a perfect finalist round: the fastest of the `count` configs with the best noisy latencies, over the
         landscape's best.
         """
-        order = sorted(range(len(self.told)), key=self.told.__getitem__)
+        order = sorted(range(len(self.noisy)), key=self.noisy.__getitem__)
         return min(self.losses[at] for at in order[:count])
 
     def best_after(self, trials: int) -> float:
@@ -281,10 +281,10 @@ def play(
             break
         config = coming.pop(0)
         us = on.us(config)
-        told = us * math.exp(source.gauss(0.0, noise))
-        asked.tell(Measurement(Candidate(config), "ok", None, ((told,),)))
+        sample = us * math.exp(source.gauss(0.0, noise))
+        asked.tell(Measurement(Candidate(config), "ok", None, ((sample,),)))
         losses.append(us / on.best_us)
-        noisy.append(told / on.best_us)
+        noisy.append(sample / on.best_us)
         if whole:
             gains.append(asked.gain() if len(losses) % EVERY == 0 else None)
     return Played(tuple(losses), tuple(noisy), tuple(gains))
@@ -307,8 +307,8 @@ class Summary:
     @classmethod
     def of(cls, strategy: str, played: Sequence[Played], trials: int) -> Summary:
         """From at least one search."""
-        within = [[float(each.within(share) or math.inf) for each in played] for share in SHARES]
-        lost = [[each.best_after(after) - 1 for each in played] for after in LOSSES]
+        within = [[float(search.within(share) or math.inf) for search in played] for share in SHARES]
+        lost = [[search.best_after(after) - 1 for search in played] for after in LOSSES]
         one, three, twelve, sixteen = ((statistics.median_low(v), _percentile(v, 0.95)) for v in (*within, *lost))
         return cls(strategy, len(played), trials, one, three, twelve, sixteen)
 

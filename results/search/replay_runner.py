@@ -35,9 +35,9 @@ class ReplayRunner:
         """See Runner.measure. All candidates get the same number of samples, the least that one of them has, because only samples
         of the same round are paired.
         """
-        found = [self._records.get((problem, candidate), _missing(candidate)) for candidate in candidates]
-        rounds = min((len(m.rounds) for m in found if m.samples), default=0)
-        return [replace(m, samples=tuple(rank[: min(rounds, effort.samples)] for rank in m.samples)) for m in found]
+        measurements = [self._records.get((problem, candidate), _missing(candidate)) for candidate in candidates]
+        rounds = min((len(m.rounds) for m in measurements if m.samples), default=0)
+        return [replace(m, samples=tuple(rank[: min(rounds, effort.samples)] for rank in m.samples)) for m in measurements]
 
     @property
     def foresight(self) -> int:

@@ -103,12 +103,12 @@ def rows(raw: Path) -> list[Row]:
 def table(raw: Path) -> None:
     print("$ python results/search/replays.py play RAW SEEDS; python results/search/replays.py table RAW")
     print(f"{AHEAD} configs asked ahead, at most {TRIALS} trials; processor seconds a search at the end of a line")
-    found: dict[tuple[str, str], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    groups: dict[tuple[str, str], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows(raw):
-        found[row["kind"], row["problem"].partition("/")[0]][row["strategy"]].append(row)
+        groups[row["kind"], row["problem"].partition("/")[0]][row["strategy"]].append(row)
     for kind in KINDS:
         for op in OPERATORS:
-            if strategies := found.get((kind, op)):
+            if strategies := groups.get((kind, op)):
                 tell(kind, op, strategies)
 
 
@@ -161,8 +161,8 @@ def ends(name: str, played: list[Row]) -> None:
         )
     for count in map(str, FINALISTS):
         short = [row["finals"][count] for row in played]
-        found = f"{statistics.mean(short):.3%} (95 %: {quantile(short, 0.95):.2%})"
-        print(f"  the best of {count} finalists over the best measured: {found}")
+        summary = f"{statistics.mean(short):.3%} (95 %: {quantile(short, 0.95):.2%})"
+        print(f"  the best of {count} finalists over the best measured: {summary}")
 
 
 def quantile(values: list[float], share: float) -> float:

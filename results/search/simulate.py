@@ -64,8 +64,8 @@ class Landscape:
     def us(self, key: str, config: Config) -> float:
         if config.variant not in self.models:
             return 1e4
-        (found,) = self.models[config.variant].predict([self.features(self.problems[key], dict(config.values))])
-        return math.exp(found) * self.bsp[key]
+        (log_ratio,) = self.models[config.variant].predict([self.features(self.problems[key], dict(config.values))])
+        return math.exp(log_ratio) * self.bsp[key]
 
 
 def read(path: Path, op: str) -> list[tuple[str, dict[str, Any], str, dict[str, Any], float]]:
@@ -81,9 +81,9 @@ def read(path: Path, op: str) -> list[tuple[str, dict[str, Any], str, dict[str, 
 def simulate(op: str, neighbours: bool) -> dict[str, list[list[float]]]:
     """For each problem and seed, the latency of the best config after so many trials as POINTS says."""
     landscape = Landscape(op)
-    found: dict[str, list[list[float]]] = defaultdict(list)
-    for key, told in landscape.problems.items():
-        problem: Problem = problem_from_dict(told)
+    latencies: dict[str, list[list[float]]] = defaultdict(list)
+    for key, fields in landscape.problems.items():
+        problem: Problem = problem_from_dict(fields)
         memory: dict[Config, float] = {}
 
         def us(config: Config, key: str = key, memory: dict[Config, float] = memory) -> float:
@@ -98,8 +98,8 @@ def simulate(op: str, neighbours: bool) -> dict[str, list[list[float]]]:
             nothing = mock.patch.object(shipped, "known_winners", list)  # what won before is the subject of precedents.py
             with tempfile.TemporaryDirectory() as folder, Store.open(f"sqlite:///{folder}/t.db") as store, without, nothing:
                 run(store, runner, problem, H200, trials=TRIALS, seed=seed, soak=0)
-            found[key].append([min(us(config) for config in runner.searched[:point]) for point in POINTS])
-    return found
+            latencies[key].append([min(us(config) for config in runner.searched[:point]) for point in POINTS])
+    return latencies
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class Trial:
 
 def trials_of(op: str) -> list[Trial]:
     """All timed trials of graphs with a cold L2; of several of a config and sources the median."""
-    found: dict[tuple[str, str, Config, str], list[float]] = defaultdict(list)
+    latencies: dict[tuple[str, str, Config, str], list[float]] = defaultdict(list)
     problems, machines, digests = {}, {}, defaultdict(dict)
     for path in sorted((ROOT / "results").glob("h*x[24]/landscapes.json.gz")):
         file = landscapes.read(path)
@@ -78,14 +78,14 @@ def trials_of(op: str) -> list[Trial]:
                 digests[result.config.variant][result.kernel_digest] = max(
                     result.timestamp, digests[result.config.variant].get(result.kernel_digest, "")
                 )
-                found[run.problem, run.hardware, result.config, result.kernel_digest].append(result.latency_us)
+                latencies[run.problem, run.hardware, result.config, result.kernel_digest].append(result.latency_us)
     ages = {
         (variant, digest): age
         for variant, seen in digests.items()
         for age, digest in enumerate(sorted(seen, key=seen.__getitem__, reverse=True))
     }
     made = []
-    for (problem, hardware, config, digest), us in found.items():
+    for (problem, hardware, config, digest), us in latencies.items():
         try:
             prior.named(problems[problem], machines[hardware], config)
         except KeyError:  # of a variant that had other parameters then

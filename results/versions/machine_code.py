@@ -32,12 +32,12 @@ def name_of(winner: WinnerRecord) -> tuple[Any, ...]:
 
 def configs_of(file: Path) -> list[WinnerRecord]:
     """One winner for each problem, config and GPU of a file."""
-    found: dict[Any, WinnerRecord] = {}
+    winners: dict[Any, WinnerRecord] = {}
     for entry in read(file):
         winner = entry.winner
         if winner.place.hardware.backend == "cuda" and winner.config.values:
-            found.setdefault(name_of(winner), winner)
-    return list(found.values())
+            winners.setdefault(name_of(winner), winner)
+    return list(winners.values())
 
 
 def line_of(file: Path, number: int, winner: WinnerRecord) -> str:
@@ -57,14 +57,14 @@ def compile_every(step: int) -> None:
 
 def kernels_of(path: Path) -> dict[str, list[str]]:
     """The lines of the kernels of each winner in an output of `compile_every`, without winners that launch no kernel of ours."""
-    found: dict[str, list[str]] = {}
+    winners: dict[str, list[str]] = {}
     kernels: list[str] = []
     for line in path.read_text().splitlines()[1:]:
         if line.startswith("  "):
             kernels.append(line)
         else:
-            found[line] = kernels = []
-    return {winner: lines for winner, lines in found.items() if lines}
+            winners[line] = kernels = []
+    return {winner: lines for winner, lines in winners.items() if lines}
 
 
 def compare(paths: list[Path]) -> None:
@@ -76,8 +76,8 @@ def compare(paths: list[Path]) -> None:
     print("|---" * (2 + len(others)) + "|")
     equal = [Counter(winner.split()[0] for winner in compiled if other[winner] == yardstick[winner]) for other in others]
     for file, count in files.items():
-        print(f"| {file} | {count} |" + "".join(f" {each[file]} |" for each in equal))
-    print(f"| all | {len(compiled)} |" + "".join(f" {each.total()} |" for each in equal))
+        print(f"| {file} | {count} |" + "".join(f" {counter[file]} |" for counter in equal))
+    print(f"| all | {len(compiled)} |" + "".join(f" {counter.total()} |" for counter in equal))
     shared = [winner.split() for winner in compiled if any(other[winner] == yardstick[winner] for other in others)]
     variants = sorted({f"{problem.partition('/')[0]} {variant}" for _, problem, variant, _ in shared})
     print(f"equal under one of them: {', '.join(variants) or 'none'}")

@@ -57,7 +57,7 @@ class HostileEnvironment:
 
 def environments(count: int, seed: int, *, processes: bool = False) -> list[HostileEnvironment]:
     """`count` environments, the same for the same seed; one in five is refused. `processes`: also variables read at start only."""
-    draw, found = random.Random(seed), []
+    draw, surroundings = random.Random(seed), []
     known, refusals = HARMLESS | (AT_START if processes else {}), REFUSED | (REFUSED_AT_START if processes else {})
     for number in range(count):
         names = draw.sample(sorted(known), draw.randint(1, 6))
@@ -65,5 +65,5 @@ def environments(count: int, seed: int, *, processes: bool = False) -> list[Host
         if refused := number % 5 == 4:
             name = draw.choice(sorted(refusals))
             variables |= {name: draw.choice(refusals[name])}
-        found.append(HostileEnvironment(variables, refused))
-    return found
+        surroundings.append(HostileEnvironment(variables, refused))
+    return surroundings

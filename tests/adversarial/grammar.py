@@ -74,7 +74,7 @@ class Line:
     arguments: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.rule}: {' '.join(repr(each)[:80] for each in self.arguments)}"
+        return f"{self.rule}: {' '.join(repr(argument)[:80] for argument in self.arguments)}"
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,17 @@ class Option:
 def options() -> dict[str, list[Option]]:
     """The options of each command, as the parser has them."""
     app = typer.main.get_command(make([]))
-    found = {}
+    by_command = {}
     for name in COMMANDS:
         command: Any = app
         for word in name.split():
             command = command.commands[word]
-        found[name] = [
+        by_command[name] = [
             Option(parameter.opts[0].removeprefix("--"), parameter.metavar == "INT", bool(getattr(parameter, "is_flag", False)))
             for parameter in command.params
             if parameter.opts[0].startswith("--")
         ]
-    return found
+    return by_command
 
 
 def write_bad_files(folder: Path) -> None:
@@ -123,14 +123,14 @@ def valid(command: str, draw: random.Random, folder: Path) -> list[str]:
 
 def lines(count: int, seed: int, folder: Path) -> list[Line]:
     """`count` different lines: one of every rule, then of rules at random. The same for the same seed."""
-    draw, known, found = random.Random(seed), options(), {}
+    draw, known, sample = random.Random(seed), options(), {}
     rules = list(_RULES.items())
-    while len(found) < count:
-        name, rule = rules[len(found)] if len(found) < len(rules) else draw.choice(rules)
+    while len(sample) < count:
+        name, rule = rules[len(sample)] if len(sample) < len(rules) else draw.choice(rules)
         command = draw.choice(list(COMMANDS))
         if broken := rule(command, known[command], draw, folder):
-            found[broken] = Line(name, broken)
-    return list(found.values())
+            sample[broken] = Line(name, broken)
+    return list(sample.values())
 
 
 
@@ -212,7 +212,7 @@ def _no_database(command: str, there: list[Option], draw: random.Random, folder:
     line = valid(command, draw, folder)
     if command == "import":
         line.append(str(folder / "good.json"))
-    return (*line, f"--db={draw.choice([each for each in NO_DATABASES if each != '/dev/null/x' or command in ('tune', 'import')])}")
+    return (*line, f"--db={draw.choice([url for url in NO_DATABASES if url != '/dev/null/x' or command in ('tune', 'import')])}")
 
 
 def _no_file(command: str, there: list[Option], draw: random.Random, folder: Path) -> tuple[str, ...]:
@@ -274,7 +274,7 @@ def _too_many(command: str, there: list[Option], draw: random.Random, folder: Pa
 
 def _others_option(command: str, there: list[Option], draw: random.Random, folder: Path) -> tuple[str, ...]:
     own = {option.name for option in there}
-    foreign = sorted({each.name for all_of in options().values() for each in all_of} - own)
+    foreign = sorted({other.name for all_of in options().values() for other in all_of} - own)
     return (*valid(command, draw, folder), f"--{draw.choice(foreign)}", "1") if foreign else ()
 
 
@@ -290,7 +290,7 @@ def _no_command(command: str, there: list[Option], draw: random.Random, folder: 
     words = command.split()
     at = draw.randrange(len(words[0]))
     typo = draw.choice([words[0][:at] + words[0][at + 1 :], words[0].upper(), words[0] + "s", *NO_WORDS])
-    return () if typo in {each.split()[0] for each in COMMANDS} or typo.startswith("-") else (typo, *valid(command, draw, folder)[1:])
+    return () if typo in {name.split()[0] for name in COMMANDS} or typo.startswith("-") else (typo, *valid(command, draw, folder)[1:])
 
 
 _RULES = {

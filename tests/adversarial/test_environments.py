@@ -61,7 +61,7 @@ def test_hostile_environments(run: Run, folder: Path, amount: int) -> None:  # n
         return result.code, result.out, result.err
 
     friendly = [answer(line, {}) for line in COMMANDS]
-    found = []
+    failures = []
     for number, hostile in enumerate(environments(amount, amount)):
         which = number // 5 % len(COMMANDS) if hostile.refused else number % len(COMMANDS)
         try:
@@ -69,8 +69,8 @@ def test_hostile_environments(run: Run, folder: Path, amount: int) -> None:  # n
         except BaseException as error:
             said = f"raised {type(error).__name__}: {str(error)[:200]}"
         if said:
-            found.append(f"{hostile}: {COMMANDS[which][0]} -> {said}")
-    assert not found, f"{len(found)} of {amount}:\n" + "\n".join(found)
+            failures.append(f"{hostile}: {COMMANDS[which][0]} -> {said}")
+    assert not failures, f"{len(failures)} of {amount}:\n" + "\n".join(failures)
     assert {path.name for path in folder.iterdir()} <= {"full.db", "winners.json"}
 
 
@@ -86,12 +86,12 @@ def test_hostile_environments_of_processes(folder: Path) -> None:
         return done.returncode, done.stdout.decode(encoding), done.stderr.decode(encoding)
 
     friendly = [answer(line, {}) for line in COMMANDS]
-    found = []
+    failures = []
     for number, hostile in enumerate(environments(IN_PROCESSES, 1, processes=True)):
         which = number // 5 % len(COMMANDS) if hostile.refused else number % len(COMMANDS)
         if said := wrong(hostile, COMMANDS[which], answer(COMMANDS[which], hostile.variables), friendly[which]):
-            found.append(f"{hostile}: {COMMANDS[which][0]} -> {said}")
-    assert not found, f"{len(found)} of {IN_PROCESSES}:\n" + "\n".join(found)
+            failures.append(f"{hostile}: {COMMANDS[which][0]} -> {said}")
+    assert not failures, f"{len(failures)} of {IN_PROCESSES}:\n" + "\n".join(failures)
 
 
 # A user without a home

@@ -45,7 +45,7 @@ def problem(number: int) -> AllGatherGemm:
 
 def import_winners(folder: Path, number: int) -> None:
     with Store.open(folder / "autotax.db") as store:
-        store.merge([an_entry(problem=problem(FEW * number + each)) for each in range(FEW)], "a file")
+        store.merge([an_entry(problem=problem(FEW * number + index)) for index in range(FEW)], "a file")
 
 
 def imported(folder: Path) -> int:
@@ -58,7 +58,7 @@ def imported(folder: Path) -> int:
 def save_misses(folder: Path, number: int) -> None:
     when = datetime.fromtimestamp(number, UTC)
     with Store.open(folder / "autotax.db") as store:
-        store.add_misses([MissRecord(problem(each), HARDWARE, ON_CPU, 1, when) for each in range(FEW)])
+        store.add_misses([MissRecord(problem(index), HARDWARE, ON_CPU, 1, when) for index in range(FEW)])
 
 
 def missed(folder: Path) -> int:
@@ -149,18 +149,18 @@ def written_until_killed(writer: Writer, folder: Path, first: int, seconds: floa
     first of them.
     """
     fork = multiprocessing.get_context("fork")
-    reader, told = fork.Pipe(duplex=False)
+    reader, sender = fork.Pipe(duplex=False)
 
     def work() -> None:
         reader.close()
         for number in range(first, 10**6):
-            told.send_bytes(b"begun")
+            sender.send_bytes(b"begun")
             writer.write(folder, number)
-            told.send_bytes(b"done")
+            sender.send_bytes(b"done")
 
     process = fork.Process(target=work)
     process.start()
-    told.close()
+    sender.close()
     heard = 0
     try:
         while heard < 2:

@@ -30,25 +30,25 @@ def attacked(starts: int, folder: Path) -> dict[str, Any]:
         pytest.skip("a network namespace of its own is refused")
     assert run.returncode == 0, run.stderr
     print(run.stdout.splitlines()[-1])
-    told: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return told
+    report: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return report
 
 
 @as_root
 @pytest.mark.volume
 def test_a_store_on_a_port_lets_a_stranger_in(tmp_path: Path) -> None:
     """The attack works where there is a way."""
-    told = attacked(0, tmp_path)
-    assert told["ways"] == ["a store on a port"] and told["unpickled"] == ["unpickled"]
+    report = attacked(0, tmp_path)
+    assert report["ways"] == ["a store on a port"] and report["unpickled"] == ["unpickled"]
 
 
 @as_root
 @pytest.mark.parametrize("starts", [2, pytest.param(100, marks=pytest.mark.volume)])
 def test_no_stranger_gets_among_ranks(tmp_path: Path, starts: int) -> None:
-    told = attacked(starts, tmp_path)
-    assert told["ways"] == [] and told["unpickled"] == [] and told["attempts"] > 0, told
+    report = attacked(starts, tmp_path)
+    assert report["ways"] == [] and report["unpickled"] == [] and report["attempts"] > 0, report
     # A stranger may keep ranks from starting; ranks that start have their own values.
-    assert told["right"] + told["refused"] == starts, told
+    assert report["right"] + report["refused"] == starts, report
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def squatter() -> Iterator[tuple[str, int]]:
     """A listener of another user at the name of a shared fork server; the end that reads what it was sent."""
     name = f"squatted-{os.getpid()}"
     reading, writing = os.pipe()
-    ready, told = os.pipe()
+    ready, sender = os.pipe()
     if not (pid := os.fork()):
         try:
             os.setgid(NOBODY)
@@ -64,7 +64,7 @@ def squatter() -> Iterator[tuple[str, int]]:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
                 listener.bind(processes.address_of(name, {}))
                 listener.listen(1)
-                os.write(told, b"1")
+                os.write(sender, b"1")
                 client, _ = listener.accept()
                 os.write(writing, client.recv(1 << 16))
         finally:
@@ -74,7 +74,7 @@ def squatter() -> Iterator[tuple[str, int]]:
     yield name, reading
     os.kill(pid, 9)
     os.waitpid(pid, 0)
-    for fd in (reading, ready, told):
+    for fd in (reading, ready, sender):
         os.close(fd)
 
 

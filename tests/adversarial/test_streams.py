@@ -40,13 +40,13 @@ def environment(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", [name if name in SAMPLED else pytest.param(name, marks=pytest.mark.volume) for name in CASES])
 def test_surroundings(tmp_path: Path, name: str) -> None:
-    script, code, told = CASES[name]
+    script, code, message = CASES[name]
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == code, done
     assert "Traceback" not in done.stderr + done.stdout and "Exception ignored" not in done.stderr, done
-    assert (told in done.stderr and done.stderr.count("\n") == 1) if told else not done.stderr, done
+    assert (message in done.stderr and done.stderr.count("\n") == 1) if message else not done.stderr, done
     assert not list(tmp_path.iterdir())
 
 

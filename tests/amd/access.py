@@ -98,13 +98,13 @@ def _load(kind: str, instruction: Instruction, places: Places) -> Action:
                 w.v[index + word][w.active()] = 0
         if not len(lanes):
             return
-        found = memory.load(w.group.die, addresses, width, past)
+        data = memory.load(w.group.die, addresses, width, past)
         if width >= 4:
-            words = np.ascontiguousarray(found).view(np.uint32)
+            words = np.ascontiguousarray(data).view(np.uint32)
             for word in range(width // 4):
                 w.v[index + word][lanes] = words[:, word]
             return
-        values = np.ascontiguousarray(found).view(f"u{width}")[:, 0].astype(np.uint32)
+        values = np.ascontiguousarray(data).view(f"u{width}")[:, 0].astype(np.uint32)
         if signs:
             values = (values.astype(np.int32) << (32 - 8 * width) >> (32 - 8 * width)).view(np.uint32)
         old = w.v[index][lanes]
@@ -210,10 +210,10 @@ def _local(instruction: Instruction) -> Action:
         return _permute(instruction, pushes=name == "permute_b32")
     if unknown := set(instruction.modifiers) - {"offset", "offset0", "offset1"}:
         raise NotImplementedError(f"modifiers {unknown} of {instruction.text}")
-    found = re.match(r"(read|write)(2st64|2|)_([bui]\d+)(_d16_hi|_d16|)$", name)
-    if not found:
+    match = re.match(r"(read|write)(2st64|2|)_([bui]\d+)(_d16_hi|_d16|)$", name)
+    if not match:
         raise NotImplementedError(instruction.text)
-    reads, two, kind, part = found[1] == "read", found[2], found[3], found[4]
+    reads, two, kind, part = match[1] == "read", match[2], match[3], match[4]
     width = _LDS_WIDTHS[kind]
     if two:
         scale = width * (64 if two == "2st64" else 1)
@@ -222,7 +222,7 @@ def _local(instruction: Instruction) -> Action:
         offsets = [_offset(instruction)]
     operands = instruction.operands
     address = operands[1 if reads else 0].index
-    data = [each.index for each in operands[1:]]
+    data = [operand.index for operand in operands[1:]]
     if reads:
         data = [operands[0].index + at * max(1, width // 4) for at in range(len(offsets))]
     bytes_of = np.arange(width)
@@ -234,8 +234,8 @@ def _local(instruction: Instruction) -> Action:
 
     def read(w: Wave) -> None:
         lanes = w.active()
-        found = [w.group.shared[places(w, offset, lanes)] for offset in offsets]
-        for values, register in zip(found, data, strict=True):
+        chunks = [w.group.shared[places(w, offset, lanes)] for offset in offsets]
+        for values, register in zip(chunks, data, strict=True):
             _to_registers(w, values, register, lanes, kind, part)
 
     def write(w: Wave) -> None:
@@ -254,47 +254,47 @@ def _to_registers(w: Wave, values: Array, register: int, lanes: Array, kind: str
         for word in range(width // 4):
             w.v[register + word][lanes] = words[:, word]
         return
-    found = np.ascontiguousarray(values).view(f"{'i' if kind[0] == 'i' else 'u'}{width}")[:, 0].astype(np.int32).view(np.uint32)
+    numbers = np.ascontiguousarray(values).view(f"{'i' if kind[0] == 'i' else 'u'}{width}")[:, 0].astype(np.int32).view(np.uint32)
     old = w.v[register][lanes]
     if part == "_d16_hi":
-        found = old & 0xFFFF | found << 16
+        numbers = old & 0xFFFF | numbers << 16
     elif part == "_d16":
-        found = old & 0xFFFF0000 | found & 0xFFFF
-    w.v[register][lanes] = found
+        numbers = old & 0xFFFF0000 | numbers & 0xFFFF
+    w.v[register][lanes] = numbers
 
 
 def _permute(instruction: Instruction, pushes: bool) -> Action:
-    to, address, data = (each.index for each in instruction.operands)
+    to, address, data = (operand.index for operand in instruction.operands)
     constant = _offset(instruction)
 
     def act(w: Wave) -> None:
         lanes = (w.v[address].astype(np.int64) + constant >> 2) & 63
         given: Any = np.where(w.mask, w.v[data], 0)
         if pushes:
-            found = np.zeros(LANES, np.uint32)
-            found[lanes[w.mask]] = w.v[data][w.mask]
+            values = np.zeros(LANES, np.uint32)
+            values[lanes[w.mask]] = w.v[data][w.mask]
         else:
-            found = given[lanes]
-        w.write(to, found)
+            values = given[lanes]
+        w.write(to, values)
 
     return act
 
 
 def _swizzle(instruction: Instruction) -> Action:
-    told = re.match(r"swizzle\((\w+),(.*)\)", instruction.modifiers["offset"])
-    assert told, instruction.text
+    match = re.match(r"swizzle\((\w+),(.*)\)", instruction.modifiers["offset"])
+    assert match, instruction.text
     lanes = np.arange(LANES)
     low, rest = lanes & 31, lanes & 32
-    how, given = told[1], told[2]
+    how, given = match[1], match[2]
     if how == "SWAP":
         picked = low ^ int(given)
     elif how == "REVERSE":
         picked = low ^ (int(given) - 1)
     elif how == "BROADCAST":
-        size, which = (int(each) for each in given.split(","))
+        size, which = (int(number) for number in given.split(","))
         picked = low & ~(size - 1) | which
     elif how == "QUAD_PERM":
-        picked = low & ~3 | np.array([int(each) for each in given.split(",")])[low & 3]
+        picked = low & ~3 | np.array([int(number) for number in given.split(",")])[low & 3]
     elif how == "BITMASK_PERM":
         picked = np.zeros(LANES, np.int64)
         for bit, letter in enumerate(reversed(given.strip('"'))):
@@ -303,7 +303,7 @@ def _swizzle(instruction: Instruction) -> Action:
     else:
         raise NotImplementedError(instruction.text)
     lanes = rest | picked
-    to, data = (each.index for each in instruction.operands)
+    to, data = (operand.index for operand in instruction.operands)
     return lambda w: w.write(to, np.where(w.mask, w.v[data], 0).astype(np.uint32)[lanes])
 
 

@@ -151,12 +151,12 @@ def main(*arguments: str) -> int:
             try:
                 outcome = future.result()
             except Exception as error:
-                found = [f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', []))}"]
-                print(f"{start} {'-':>15s} {'-':>13s} {'; '.join(found)}", flush=True)
+                messages = [f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', []))}"]
+                print(f"{start} {'-':>15s} {'-':>13s} {'; '.join(messages)}", flush=True)
             else:
-                found = faults(job, outcome)
-                print(f"{start} {max(outcome.errors):15.1e} {outcome.instructions:13d} {'; '.join(found) or 0}", flush=True)
-            bad += bool(found)
+                messages = faults(job, outcome)
+                print(f"{start} {max(outcome.errors):15.1e} {outcome.instructions:13d} {'; '.join(messages) or 0}", flush=True)
+            bad += bool(messages)
     print(f"{len(chosen)} configs, {bad} with faults")
     return int(bad > 0)
 

@@ -57,11 +57,11 @@ def operand(text: str) -> Operand:
     plain = plain.removeprefix("-") if negated else plain
     absolute = plain.startswith("|")
     plain = plain.strip("|")
-    found = _REGISTERS.match(plain)
-    if found:
-        first = int(found[2] or found[3])
-        count = 1 if found[2] else int(found[4]) - first + 1
-        kind, base = ("v", ACCUMULATORS) if found[1] == "a" else (found[1], 0)
+    match = _REGISTERS.match(plain)
+    if match:
+        first = int(match[2] or match[3])
+        count = 1 if match[2] else int(match[4]) - first + 1
+        kind, base = ("v", ACCUMULATORS) if match[1] == "a" else (match[1], 0)
         return Operand(kind, base + first, count, 0, negated, absolute, plain)
     if plain in _SPECIAL:
         kind, first, count = _SPECIAL[plain]
@@ -115,20 +115,20 @@ def read(listing: str) -> Listing:
             settings[line.split()[0].removeprefix(".amdhsa_")] = int(line.split()[1])
         if not ended and line and _NAME.match(line.split()[0]):
             code.append(instruction(" ".join(line.split())))
-    found = re.search(r"\.max_flat_workgroup_size:\s+(\d+)", listing)
-    assert found
-    return Listing(tuple(code), labels, settings, _arguments(listing), int(found[1]) // 64)
+    match = re.search(r"\.max_flat_workgroup_size:\s+(\d+)", listing)
+    assert match
+    return Listing(tuple(code), labels, settings, _arguments(listing), int(match[1]) // 64)
 
 
 def _arguments(listing: str) -> tuple[tuple[int, int, str], ...]:
     block = listing[listing.index("amdhsa.kernels:") :]
     block = block[block.index(".args:") :]
-    found: list[dict[str, str]] = []
+    arguments: list[dict[str, str]] = []
     for line in block.splitlines()[1:]:
         entry = re.match(r"^\s{6,}(- )?\s*\.(\w+):\s+(\S+)", line)
         if not entry:
             break
         if entry[1]:
-            found.append({})
-        found[-1][entry[2]] = entry[3]
-    return tuple((int(each["offset"]), int(each["size"]), each["value_kind"]) for each in found)
+            arguments.append({})
+        arguments[-1][entry[2]] = entry[3]
+    return tuple((int(argument["offset"]), int(argument["size"]), argument["value_kind"]) for argument in arguments)

@@ -48,12 +48,12 @@ class Program:
         """The waves of a workgroup before their first instruction, by the calling convention of kernels."""
         settings = self.listing.settings
         address = int(arguments.ctypes.data)
-        assert not any(settings.get(f"user_sgpr_{each}") for each in ("dispatch_ptr", "queue_ptr", "dispatch_id"))
+        assert not any(settings.get(f"user_sgpr_{name}") for name in ("dispatch_ptr", "queue_ptr", "dispatch_id"))
         preloaded = settings.get("user_sgpr_kernarg_preload_length", 0)
         user = [address & MASK32, address >> 32, *arguments.view(np.uint32)[:preloaded].tolist()]
         count = settings["user_sgpr_count"]
         user = (user + [0] * count)[:count]
-        found = []
+        waves = []
         for number in range(self.listing.waves):
             wave = Wave(group)
             wave.s[:count] = user
@@ -61,8 +61,8 @@ class Program:
             wave.s[count : count + len(ids)] = ids
             wave.v[0] = np.arange(number * LANES, (number + 1) * LANES)
             wave.scratch = np.zeros((LANES, settings.get("private_segment_fixed_size", 0)), np.uint8)
-            found.append(wave)
-        return found
+            waves.append(wave)
+        return waves
 
 
 @dataclass(eq=False)
@@ -103,7 +103,7 @@ class Machine:
         job = Job(rank, program, arguments, list(range(grid)), shared)
         with self.turn:
             self.jobs.append(job)
-            self.jobs.sort(key=lambda each: each.rank)
+            self.jobs.sort(key=lambda entry: entry.rank)
             self.busy -= 1
             self.turn.notify_all()
             self.turn.wait_for(lambda: job.done or self.failed)
@@ -127,7 +127,7 @@ class Machine:
             self.turn.notify_all()
             if len(met) < self.ranks:
                 raise RuntimeError("the machine stopped") from self.failed
-            return [met[each] for each in range(self.ranks)]
+            return [met[index] for index in range(self.ranks)]
 
     def leave(self, error: BaseException | None = None) -> None:
         """A rank has ended."""
@@ -166,7 +166,7 @@ class Machine:
                 self.spell = self.random.randrange(1, SPELL)
                 self.ahead = self.random.randrange(self.ranks), self.random.randrange(RESIDENT), self.random.randrange(16)
             self.spell -= 1
-            job = self.one_of(sorted(jobs, key=lambda each: each.rank != self.ahead[0]), 0)
+            job = self.one_of(sorted(jobs, key=lambda entry: entry.rank != self.ahead[0]), 0)
             try:
                 self.advance(job)
             except BaseException as error:
@@ -198,10 +198,10 @@ class Machine:
         self.step(wave, job.program, count)
         if wave.ended:
             wave.take_stores()  # only the end of the kernel waits for write-backs that are still running
-        if all(each.ended or each.at_barrier for each in waves):
-            for each in waves:
-                each.at_barrier = False
-            if all(each.ended for each in waves):
+        if all(member.ended or member.at_barrier for member in waves):
+            for member in waves:
+                member.at_barrier = False
+            if all(member.ended for member in waves):
                 job.live.remove(waves)
         if not job.todo and not job.live:
             for die in dies:

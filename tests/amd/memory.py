@@ -123,13 +123,13 @@ class Memory:
         """uint8 [number of addresses, width]. `past` looks past clean lines."""
         bytes_of = np.arange(width)
         places = self.located(addresses, width)[:, None] + bytes_of
-        found: Array = self.host[addresses[:, None] + (bytes_of - PAGE)]
+        data: Array = self.host[addresses[:, None] + (bytes_of - PAGE)]
         if not self.weak:
-            return found
+            return data
         state = die.state[places]
         held = state >= DIRTY if past else state != ABSENT
         if held.any():
-            found = np.where(held, die.data[places], found)
+            data = np.where(held, die.data[places], data)
         if not past and not held.all():
             lines = np.unique(places[~held] // LINE)
             fetched = (lines[:, None] * LINE + np.arange(LINE)).ravel()
@@ -137,7 +137,7 @@ class Memory:
             die.data[fetched] = self.host[self.addresses_of(fetched) - PAGE]
             die.state[fetched] = CLEAN
             die.clean.append(fetched)
-        return found
+        return data
 
     def addresses_of(self, places: Array) -> Array:
         """The addresses of these places."""
@@ -208,13 +208,13 @@ class Memory:
         """The bytes of a word of memory, for an atomic; the L2 of the die holds them no longer."""
         (place,) = self.located(np.array([address]), width)
         places = slice(int(place), int(place) + width)
-        found: Array = self.host[address - PAGE : address - PAGE + width]
+        data: Array = self.host[address - PAGE : address - PAGE + width]
         state = die.state[places]
         if self.weak and bool((state >= DIRTY).any()):
             held = state >= DIRTY
-            found[held] = die.data[places][held]
+            data[held] = die.data[places][held]
         self.forget(die, np.arange(places.start, places.stop))
-        return found
+        return data
 
     def forget(self, die: Die, places: Array) -> None:
         """Drops these bytes from an L2, and from write-backs that would restore an old value."""

@@ -119,8 +119,8 @@ def _packed(program: Program, binary: Any, names: list[str], given: dict[str, An
 
     def add(kind: Any, value: Any) -> None:
         if isinstance(kind, tuple):
-            for each, one in zip(kind, value, strict=True):
-                add(each, one)
+            for part, one in zip(kind, value, strict=True):
+                add(part, one)
         elif kind.startswith("*"):
             values.append(struct.pack("<Q", value.data_ptr() if isinstance(value, Tensor) else 0))
         elif kind != "constexpr":
@@ -131,7 +131,7 @@ def _packed(program: Program, binary: Any, names: list[str], given: dict[str, An
     layout = program.listing.arguments
     hidden = _HIDDEN | {"hidden_block_count_x": grid, "hidden_group_size_x": 64 * program.listing.waves}
     block = bytearray(max([offset + size for offset, size, _ in layout] + [program.listing.settings["kernarg_size"]]))
-    visible = [each for each in layout if not each[2].startswith("hidden")]
+    visible = [argument for argument in layout if not argument[2].startswith("hidden")]
     for (offset, size, _), value in zip(visible, values, strict=False):
         assert len(value) == size
         block[offset : offset + size] = value
@@ -194,5 +194,5 @@ def emulate(
         for thread in threads:
             thread.join()
     machine.check()
-    worst = tuple(max(each, default=float("inf")) for each in errors)
+    worst = tuple(max(row, default=float("inf")) for row in errors)
     return Outcome(worst, tuple(notes), tuple(kind.launched), machine.executed)

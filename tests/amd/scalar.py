@@ -59,8 +59,8 @@ def writer(operand: Operand, words: int = 1) -> Callable[[Wave, int], None]:
 def _field(bits: int, signs: bool, size: int) -> Callable[[int, int], int]:
     def take(value: int, which: int) -> int:
         first, width = which & (bits - 1), which >> 16 & 0x7F
-        found = value >> first & ((1 << width) - 1)
-        return (signed(found, width) if signs and width else found) & ((1 << size) - 1)
+        field = value >> first & ((1 << width) - 1)
+        return (signed(field, width) if signs and width else field) & ((1 << size) - 1)
 
     return take
 
@@ -263,13 +263,13 @@ def _arithmetic(name: str, operands: tuple[Operand, ...]) -> Action:
     logic = name.removesuffix("_b32").removesuffix("_b64")
     if logic in _LOGIC and len(operands) == 3:
         return _telling(writer(operands[0], words), _applied(operands, words, words, _LOGIC[logic]), 32 * words, True)
-    one = next((each for each in (name, stem, logic) if each in _ONE), None) or name.rpartition("_")[0]
+    one = next((key for key in (name, stem, logic) if key in _ONE), None) or name.rpartition("_")[0]
     if one not in _ONE:
         raise NotImplementedError(f"s_{name}")
     source, function = reader(operands[1], words), _ONE[one]
-    told = function(1, 32)[1]
+    scc = function(1, 32)[1]
     wide = words if not one.endswith("_i32") else 1  # counts have one word
-    return _telling(writer(operands[0], wide), lambda w: function(source(w), 32 * words)[0], 32 * wide, told)
+    return _telling(writer(operands[0], wide), lambda w: function(source(w), 32 * words)[0], 32 * wide, scc)
 
 
 def _applied(operands: tuple[Operand, ...], first: int, second: int, function: Callable[[int, int], int]) -> Read:
@@ -282,10 +282,10 @@ def _telling(put: Callable[[Wave, int], None], value: Read, bits: int, tells: bo
     most = (1 << bits) - 1
 
     def act(w: Wave) -> None:
-        found = value(w) & most
-        put(w, found)
+        result = value(w) & most
+        put(w, result)
         if tells:
-            w.scc = int(found != 0)
+            w.scc = int(result != 0)
 
     return act
 
@@ -294,8 +294,8 @@ def _two(function: Callable[[int, int, int], tuple[int, int | None]], operands: 
     put, a, b = writer(operands[0]), reader(operands[1]), reader(operands[2])
 
     def act(w: Wave) -> None:
-        found, carry = function(a(w), b(w), w.scc)
-        put(w, found)
+        result, carry = function(a(w), b(w), w.scc)
+        put(w, result)
         if carry is not None:
             w.scc = carry
 

@@ -53,8 +53,8 @@ def test_releases_as_triton_made_them_let_flags_overtake_their_data(processes: P
     job = TARGET, SMALL, Config.of("fused", usual.values | {"protocol": "flags", "payload": "fp32"})
     bad = [processes.submit(jobs.run_without_waiting, job, seed) for seed in SEEDS]
     good = [processes.submit(jobs.run, job, seed) for seed in SEEDS]
-    assert any(jobs.faults(job, each.result()) for each in bad)
-    assert not any(jobs.faults(job, each.result()) for each in good)
+    assert any(jobs.faults(job, future.result()) for future in bad)
+    assert not any(jobs.faults(job, future.result()) for future in good)
 
 
 @pytest.mark.timeout(3600)
@@ -63,5 +63,5 @@ def test_words_that_are_counted_before_they_are_written_back_give_wrong_tiles(pr
     job = next(job for job in JOBS if job[1] == jobs.PACKETS)
     bad = [processes.submit(jobs.run_without_write_back, job, seed) for seed in SEEDS]
     good = [processes.submit(jobs.run, job, seed) for seed in SEEDS]
-    assert all(jobs.faults(job, each.result()) for each in bad)
-    assert not any(jobs.faults(job, each.result()) for each in good)
+    assert all(jobs.faults(job, future.result()) for future in bad)
+    assert not any(jobs.faults(job, future.result()) for future in good)

@@ -108,7 +108,7 @@ def test_a_release_that_lacks_a_part_can_be_ahead_of_its_data(lacking: str) -> N
 def test_a_line_that_was_read_before_stays_old_without_an_invalidation() -> None:
     early = "    global_load_dword v6, v1, s[4:5]\n" + RECEIVE
     stale = [_sent(seed, SEND, early.replace("    buffer_inv sc0 sc1\n", "")) for seed in SEEDS]
-    assert any(found != [7] * 64 for found in stale)
+    assert any(words != [7] * 64 for words in stale)
     assert all(_sent(seed, SEND, early) == [7] * 64 for seed in SEEDS)
 
 

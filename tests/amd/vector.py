@@ -35,14 +35,14 @@ def _constant(value: float, kind: str) -> Any:
 
 def source(operand: Operand, kind: str, select: str = "") -> Source:
     """The values of an operand, an array of the lanes or one number. `select` is the part that SDWA takes of each."""
-    found = _signless(operand, kind, select)
+    values = _signless(operand, kind, select)
     if operand.absolute:
-        plain = found
-        found = lambda w: np.abs(plain(w))  # noqa: E731
+        plain = values
+        values = lambda w: np.abs(plain(w))  # noqa: E731
     if operand.negated:
-        positive = found
-        found = lambda w: -positive(w)  # noqa: E731
-    return found
+        positive = values
+        values = lambda w: -positive(w)  # noqa: E731
+    return values
 
 
 def _signless(operand: Operand, kind: str, select: str) -> Source:
@@ -100,13 +100,13 @@ def _fma(a: Any, b: Any, c: Any) -> Any:
 def _permuted(a: Any, b: Any, which: Any) -> Any:
     """Bytes of a (4 to 7) and b (0 to 3)."""
     both = np.uint64(a) << np.uint64(32) | np.uint64(b)
-    found = np.zeros(LANES, np.uint32)
+    words = np.zeros(LANES, np.uint32)
     for byte in range(4):
         select = (np.uint32(which) >> _u(8 * byte) & _u(0xFF)) * np.ones(LANES, np.uint32)
         taken = both >> (select & _u(7)).astype(np.uint64) * np.uint64(8) & np.uint64(0xFF)
         assert bool((select <= 7).all() or (select == 0x0C).all()), "signs are not permuted"
-        found |= np.where(select == 0x0C, 0, taken).astype(np.uint32) << _u(8 * byte)
-    return found
+        words |= np.where(select == 0x0C, 0, taken).astype(np.uint32) << _u(8 * byte)
+    return words
 
 
 _OF_8_BITS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fnuz).float().numpy().view(np.uint32).astype(np.uint64)
@@ -139,10 +139,10 @@ def _class(values: Any, which: Any) -> Any:
     normal = (exponent > 0) & (exponent < 255)
     quiet = nan & (fraction >> _u(22) == 1)
     kinds = [nan & ~quiet, quiet]
-    kinds += [each & negative for each in (infinite, normal, small, zero)] + [
-        each & ~negative for each in (zero, small, normal, infinite)
+    kinds += [kind & negative for kind in (infinite, normal, small, zero)] + [
+        kind & ~negative for kind in (zero, small, normal, infinite)
     ]
-    return np.logical_or.reduce([each & ((which >> _u(bit) & _u(1)) == 1) for bit, each in enumerate(kinds)])
+    return np.logical_or.reduce([kind & ((which >> _u(bit) & _u(1)) == 1) for bit, kind in enumerate(kinds)])
 
 
 def _median(a: Any, b: Any, c: Any) -> Any:
@@ -269,13 +269,13 @@ def _aligned(a: Any, b: Any, shift: Any) -> Any:
 
 def _reversed(values: Any) -> Any:
     bits = np.atleast_1d(np.uint32(values))
-    return np.array([int(f"{int(each):032b}"[::-1], 2) for each in bits], np.uint32)
+    return np.array([int(f"{int(word):032b}"[::-1], 2) for word in bits], np.uint32)
 
 
 def _counted(bits: Any, below: Array) -> Any:
     """Bits below a position of each lane."""
     masked = np.uint64(bits) & ((np.uint64(1) << below.astype(np.uint64)) - np.uint64(1))
-    return np.array([int(each).bit_count() for each in masked], np.uint32)
+    return np.array([int(word).bit_count() for word in masked], np.uint32)
 
 
 def _toward_zero(values: Any) -> Any:
@@ -315,11 +315,11 @@ def vector(instruction: Instruction) -> Action:
         assert len(types.split()) == len(operands) - 1, instruction.text
         selects = [f"WORD_{half}" if half else select for half, select in zip(halves, selects, strict=True)]
         assert not any(_flags(modifiers["op_sel"], 4)[len(operands) - 1 :]), instruction.text
-    sources = [source(each, kind, select) for each, kind, select in zip(operands[1:], types.split(), selects, strict=False)]
+    sources = [source(operand, kind, select) for operand, kind, select in zip(operands[1:], types.split(), selects, strict=False)]
     if any(key.startswith(("quad_perm", "row_")) for key in modifiers):
         return _across_lanes(function, operands, sources, modifiers)
     if modifiers.get("dst_sel", "DWORD") != "DWORD":
-        return _part_of_word(operands[0], lambda w: function(*(each(w) for each in sources)), modifiers)
+        return _part_of_word(operands[0], lambda w: function(*(argument(w) for argument in sources)), modifiers)
     if "clamp" in modifiers:
         plain, function = function, lambda *values: np.clip(plain(*values), 0, 1)
     match sources:
@@ -357,24 +357,24 @@ def _across_lanes(
     """DPP: the first operand comes from other lanes. A lane without one keeps its result, or takes zero with bound_ctrl."""
     row, within = _NUMBERS.astype(np.int64) & ~15, _NUMBERS.astype(np.int64) & 15
     how = next(key for key in modifiers if key.startswith(("quad_perm", "row_")) and key != "row_mask")
-    told = modifiers[how]
+    modifier = modifiers[how]
     there = np.ones(LANES, bool)
     if how == "quad_perm":
-        lanes = (_NUMBERS & ~np.uint32(3)) + np.array([int(each) for each in re.findall(r"\d", told)])[_NUMBERS & 3]
+        lanes = (_NUMBERS & ~np.uint32(3)) + np.array([int(digit) for digit in re.findall(r"\d", modifier)])[_NUMBERS & 3]
     elif how in ("row_shl", "row_shr"):
-        moved = within + (int(told) if how == "row_shl" else -int(told))
+        moved = within + (int(modifier) if how == "row_shl" else -int(modifier))
         there, lanes = (moved >= 0) & (moved < 16), row + (moved & 15)
     elif how == "row_ror":
-        lanes = row + (within - int(told)) % 16
+        lanes = row + (within - int(modifier)) % 16
     elif how == "row_mirror":
         lanes = row + 15 - within
     elif how == "row_half_mirror":
         lanes = (_NUMBERS.astype(np.int64) & ~7) + 7 - (_NUMBERS & 7)
     elif how == "row_newbcast":
-        lanes = row + int(told)
-    elif how == "row_bcast" and told == "15":
+        lanes = row + int(modifier)
+    elif how == "row_bcast" and modifier == "15":
         lanes, there = np.maximum(row - 1, 0), _NUMBERS >= 16
-    elif how == "row_bcast" and told == "31":
+    elif how == "row_bcast" and modifier == "31":
         lanes, there = np.full(LANES, 31), _NUMBERS >= 32
     else:
         raise NotImplementedError(how)
@@ -387,8 +387,8 @@ def _across_lanes(
         first = np.broadcast_to(sources[0](w), (LANES,))[lanes]
         good = there & w.mask[lanes]
         first = np.where(good, first, np.zeros(1, first.dtype)).astype(first.dtype)
-        found = function(first, *(each(w) for each in sources[1:]))
-        np.copyto(w.v[index], found.view(np.uint32), where=w.mask & chosen & (good | bound))
+        result = function(first, *(argument(w) for argument in sources[1:]))
+        np.copyto(w.v[index], result.view(np.uint32), where=w.mask & chosen & (good | bound))
 
     return act
 
@@ -411,8 +411,8 @@ def _part_of_word(to: Operand, values_of: Source, modifiers: dict[str, str]) -> 
 
 
 def _flags(text: str, count: int) -> list[int]:
-    found = [int(each) for each in re.findall(r"\d", text)]
-    return (found + [0] * count)[:count]
+    flags = [int(digit) for digit in re.findall(r"\d", text)]
+    return (flags + [0] * count)[:count]
 
 
 def _packed(name: str, operands: tuple[Operand, ...], modifiers: dict[str, str]) -> Action:
@@ -426,29 +426,29 @@ def _packed(name: str, operands: tuple[Operand, ...], modifiers: dict[str, str])
 
     def half(operand: Operand, which: int, sign: int) -> Source:
         if operand.kind == "constant":
-            found = source(operand, kind)
+            numbers = source(operand, kind)
         elif wide:
-            found = source(Operand(operand.kind, operand.index + which), kind)
+            numbers = source(Operand(operand.kind, operand.index + which), kind)
         else:
-            found = source(operand, kind, f"WORD_{which}")
-        return (lambda w: -found(w)) if sign else found
+            numbers = source(operand, kind, f"WORD_{which}")
+        return (lambda w: -numbers(w)) if sign else numbers
 
     halves = [
-        [half(*each) for each in zip(operands[1:], which, sign, strict=True)]
+        [half(*arguments) for arguments in zip(operands[1:], which, sign, strict=True)]
         for which, sign in zip((low, high), signs, strict=True)
     ]
     index = operands[0].index
 
     def act(w: Wave) -> None:
         if name == "mov_b32":
-            found = [halves[0][0](w), halves[1][1](w)]
+            results = [halves[0][0](w), halves[1][1](w)]
         else:
-            found = [function(*(each(w) for each in part)) for part in halves]
+            results = [function(*(argument(w) for argument in part)) for part in halves]
         if wide:
-            for at, values in enumerate(found):
+            for at, values in enumerate(results):
                 w.write(index + at, values.view(np.uint32))
         else:
-            bits = [values.view(np.uint16).astype(np.uint32) for values in found]
+            bits = [values.view(np.uint16).astype(np.uint32) for values in results]
             w.write(index, bits[0] | bits[1] << _u(16))
 
     return act
@@ -456,12 +456,12 @@ def _packed(name: str, operands: tuple[Operand, ...], modifiers: dict[str, str])
 
 def _matrix(name: str, operands: tuple[Operand, ...]) -> Action:
     """One product of matrices of M x K and K x N, spread over the lanes of a wave, added in float32."""
-    found = re.match(r"mfma_f32_(\d+)x(\d+)x(\d+)_?(f16|bf16|f32)(_1k)?$", name)
-    if not found:
+    match = re.match(r"mfma_f32_(\d+)x(\d+)x(\d+)_?(f16|bf16|f32)(_1k)?$", name)
+    if not match:
         raise NotImplementedError(name)
-    m, n, k, kind = int(found[1]), int(found[2]), int(found[3]), found[4]
+    m, n, k, kind = int(match[1]), int(match[2]), int(match[3]), match[4]
     groups = LANES // m
-    each = k // groups
+    depth = k // groups
     to, first, second, third = operands
     registers = np.arange(m * n // LANES)[:, None]
     lanes = np.arange(LANES)[None, :]
@@ -478,8 +478,8 @@ def _matrix(name: str, operands: tuple[Operand, ...]) -> Action:
                 values = (halves << _u(16)).view(np.float32)
             else:
                 values = halves.astype(np.uint16).view(np.float16).astype(np.float32)
-        assert values.shape[1] == each
-        return values.reshape(groups, m, each).transpose(1, 0, 2).reshape(m, k).astype(np.float64)
+        assert values.shape[1] == depth
+        return values.reshape(groups, m, depth).transpose(1, 0, 2).reshape(m, k).astype(np.float64)
 
     def act(w: Wave) -> None:
         # Matrix instructions ignore which lanes run.
@@ -500,7 +500,7 @@ def _fmac(operands: tuple[Operand, ...], _: dict[str, str]) -> Action:
 
 def _fma_in_order(operands: tuple[Operand, ...], _: dict[str, str]) -> Action:
     """Both fmamk and fmaak list a, b and what is added as they are used."""
-    a, b, c = (source(each, "f32") for each in operands[1:])
+    a, b, c = (source(operand, "f32") for operand in operands[1:])
     return put(operands[0], lambda w: _fma(a(w), b(w), c(w)))
 
 
@@ -522,14 +522,14 @@ def _carrying(subtracts: bool, reverses: bool, carries: bool) -> Callable[[tuple
         if reverses:
             a, b = b, a
         carry_of = reader(operands[4], 2) if carries else None
-        index, told = operands[0].index, writer(operands[1], 2)
+        index, carry_writer = operands[0].index, writer(operands[1], 2)
 
         def act(w: Wave) -> None:
             carry = lanes_of(carry_of(w)).astype(np.int64) if carry_of else 0
             x, y = np.int64(a(w)), np.int64(b(w))
-            found = x - y - carry if subtracts else x + y + carry
-            w.write(index, (found & MASK32).astype(np.uint32))
-            told(w, bits_of(np.asarray(found < 0 if subtracts else found > MASK32)) & w.exec)
+            total = x - y - carry if subtracts else x + y + carry
+            w.write(index, (total & MASK32).astype(np.uint32))
+            carry_writer(w, bits_of(np.asarray(total < 0 if subtracts else total > MASK32)) & w.exec)
 
         return act
 
@@ -547,12 +547,12 @@ def _multiply_add(kind: str) -> Callable[[tuple[Operand, ...], dict[str, str]], 
 
 
 def _scaled(operands: tuple[Operand, ...], _: dict[str, str]) -> Action:
-    values, told = source(operands[2], "f32"), writer(operands[1], 2)
+    values, mask_writer = source(operands[2], "f32"), writer(operands[1], 2)
     act = put(operands[0], lambda w: values(w) + np.float32(0))
 
     def both(w: Wave) -> None:
         act(w)
-        told(w, 0)
+        mask_writer(w, 0)
 
     return both
 

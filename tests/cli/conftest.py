@@ -56,10 +56,10 @@ class Result:
     @property
     def whole(self) -> Any:
         """The document, which has the same keys for every command."""
-        found = json.loads(self.out)
-        assert list(found) == ["schema_version", "command", "ok", "about", "results", "error"] and found["schema_version"] == 1
-        assert found["ok"] == (self.code == 0), self
-        return found
+        answer = json.loads(self.out)
+        assert list(answer) == ["schema_version", "command", "ok", "about", "results", "error"] and answer["schema_version"] == 1
+        assert answer["ok"] == (self.code == 0), self
+        return answer
 
     @property
     def results(self) -> Any:

@@ -49,8 +49,8 @@ def test_so_many_of_each_variant_the_default_first(run: Run, compilers: Compiler
     assert problem == AllGatherGemm(512, 7168, 8192, world_size=8) and hardware.target == target
     space = space_for(problem, hardware)
     assert all(config in space for config in configs) and len(set(configs)) == len(configs)
-    found = Counter(config.variant for config in configs)
-    assert list(found) == list(space.variants) and (found["bsp"], found["pull"], found["push"]) == (1, 5, 5)
+    counts = Counter(config.variant for config in configs)
+    assert list(counts) == list(space.variants) and (counts["bsp"], counts["pull"], counts["push"]) == (1, 5, 5)
     firsts = [next(config for config in configs if config.variant == variant) for variant in space.variants]
     assert firsts == [space.default(variant) for variant in space.variants]
     assert not db.parent.exists()

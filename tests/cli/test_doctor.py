@@ -15,7 +15,7 @@ from autotax.core.errors import UsageError
 from tests.cli.conftest import Run
 
 
-def found(name: str, backend: str = "cpu", db: str | None = None) -> Check:
+def check_of(name: str, backend: str = "cpu", db: str | None = None) -> Check:
     return next(check for check in examine(backend, db) if check.name == name)
 
 
@@ -46,8 +46,8 @@ def test_a_backend_that_is_not_here_is_a_finding(run: Run) -> None:
 @pytest.mark.parametrize(("version", "ok"), [("3.6.0+git1", True), ("3.5.1", False), (None, False), ("4.0", True)])
 def test_versions(monkeypatch: pytest.MonkeyPatch, version: str | None, ok: bool) -> None:
     monkeypatch.setattr(doctor, "triton_version", lambda: version)
-    assert found("triton").ok is ok
-    assert ("not tried: 3.6 to 3.9 were" in found("triton").found) is (version in ("3.5.1", "4.0"))
+    assert check_of("triton").ok is ok
+    assert ("not tried: 3.6 to 3.9 were" in check_of("triton").found) is (version in ("3.5.1", "4.0"))
 
 
 def test_the_versions_tried_are_those_of_the_makefile() -> None:
@@ -79,7 +79,7 @@ def test_a_host_of_amd_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, 
 def test_hardware_queues_of_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, ok, needed in (("8", True, True), ("2", False, True), (None, False, False)):
         monkeypatch.setenv("GPU_MAX_HW_QUEUES", value) if value else monkeypatch.delenv("GPU_MAX_HW_QUEUES", raising=False)
-        check = found("GPU_MAX_HW_QUEUES", "rocm")
+        check = check_of("GPU_MAX_HW_QUEUES", "rocm")
         assert (check.ok, check.needed or check.ok) == (ok, needed)
 
 
@@ -105,9 +105,9 @@ def test_tritons_version_is_what_it_says_of_itself() -> None:
 
 def test_one_connection_breaks_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    assert found("CUDA_DEVICE_MAX_CONNECTIONS").ok
+    assert check_of("CUDA_DEVICE_MAX_CONNECTIONS").ok
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert not found("CUDA_DEVICE_MAX_CONNECTIONS").ok and not usable(examine("cpu"))
+    assert not check_of("CUDA_DEVICE_MAX_CONNECTIONS").ok and not usable(examine("cpu"))
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'iris'"), OSError("libamdhip64.so: no such file")])
@@ -120,18 +120,18 @@ def test_iris_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, error: Ex
         return real(name)
 
     monkeypatch.setattr(doctor.importlib, "import_module", fails)
-    check = found("iris", "rocm")
+    check = check_of("iris", "rocm")
     assert not check.ok and str(error) in check.found and "install" in check.next
 
 
 def test_databases(tmp_path: Path) -> None:
-    assert found("database", db=str(tmp_path / "new" / "my.db")).ok
+    assert check_of("database", db=str(tmp_path / "new" / "my.db")).ok
     assert not (tmp_path / "new").exists()
     (tmp_path / "notes.txt").write_text("not a database\n" * 50)
-    bad = found("database", db=str(tmp_path / "notes.txt"))
+    bad = check_of("database", db=str(tmp_path / "notes.txt"))
     assert not bad.ok and bad.next
-    assert not found("database", db=str(tmp_path / "notes.txt" / "my.db")).ok
-    assert not found("database", db="nonsense://x").ok
+    assert not check_of("database", db=str(tmp_path / "notes.txt" / "my.db")).ok
+    assert not check_of("database", db="nonsense://x").ok
 
 
 @pytest.mark.parametrize(

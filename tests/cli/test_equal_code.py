@@ -44,9 +44,9 @@ def config() -> Config:
 
 @pytest.fixture(scope="module")
 def code(config: Config) -> str:
-    found = machine_code(resources_offline(PROBLEM, config, GPUS))
-    assert found
-    return found
+    digest = machine_code(resources_offline(PROBLEM, config, GPUS))
+    assert digest
+    return digest
 
 
 @pytest.fixture(autouse=True)

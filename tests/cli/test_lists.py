@@ -37,10 +37,10 @@ def test_winners_a_line_each_and_whether_they_hold(run: Run, db: Path) -> None:
     assert "3 winners" in result.out and result.out.count("1.25x [1.20, 1.30]") == 3
     assert "no: triton 3.0.0 (here" in result.out and "no: measured on 4 x NVIDIA H200" in result.out
     assert "autotax refresh" in result.err, "the one of these devices can be proven again"
-    assert [each["stale"] is None for each in run("winners", "--json").results] == [True, False, False]
-    found = rows(run("winners", "all-gather-gemm", "--csv"))
-    assert [row["problem"] for row in found] == [PROBLEM.key, OTHER.key, OTHER.key]
-    assert found[0]["config"] == "block_m=64 comm=16" and float(found[0]["speedup"]) == 1.25 and found[0]["stale"] == ""
+    assert [winner["stale"] is None for winner in run("winners", "--json").results] == [True, False, False]
+    winners = rows(run("winners", "all-gather-gemm", "--csv"))
+    assert [row["problem"] for row in winners] == [PROBLEM.key, OTHER.key, OTHER.key]
+    assert winners[0]["config"] == "block_m=64 comm=16" and float(winners[0]["speedup"]) == 1.25 and winners[0]["stale"] == ""
     assert rows(run("winners", "flash-decode", "--csv")) == [] and len(rows(run("winners", "--backend", "cuda", "--csv"))) == 1
 
 
@@ -50,7 +50,7 @@ def test_lists_of_winners_label_each_fact_and_break_no_word_at_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     keep_winner(db, REDUCED, detect("cpu"), PUSH, BSP)
     file = tmp_path / "winners.json"
-    told = {"config": "push block_m=64 comm=16", "vs BSP [95 %]": "1.25x [1.20, 1.30]"}
+    common = {"config": "push block_m=64 comm=16", "vs BSP [95 %]": "1.25x [1.20, 1.30]"}
     own: dict[tuple[str, ...], dict[str, str]] = {
         ("winners",): {"holds here": "yes"},
         ("export", "--output", str(file)): {"tuned on": "CPU ranks on the Triton interpreter"},
@@ -60,7 +60,7 @@ def test_lists_of_winners_label_each_fact_and_break_no_word_at_80_columns(
         lines = run(*command).out.splitlines()
         assert max(map(len, lines)) <= 80
         assert any(line.startswith("gemm-reduce-scatter m=128 n=96 k=64 dtype=fp32 output=scattered") for line in lines)
-        for label, fact in (told | facts).items():
+        for label, fact in (common | facts).items():
             assert any(line.strip().startswith(label) and fact in line for line in lines), (command, label)
 
 
@@ -82,7 +82,7 @@ def test_trials_as_they_are_asked_for(run: Run) -> None:
     assert [row["number"] for row in rows(run("trials", "--top", 2, "--csv"))] == ["1", "2"], "the fastest verified ones"
     assert [row["number"] for row in rows(run("trials", "--sort", "variant", "--csv"))] == ["3", "4", "1", "2", "0"]
     assert [row["error"] for row in rows(run("trials", "--status", "wrong_result", "--csv"))] == ["wrong, by much"]
-    assert [each["number"] for each in run("trials", "--variant", "push", "--sort", "latency", "--json").results] == [1, 2, 0]
+    assert [trial["number"] for trial in run("trials", "--variant", "push", "--sort", "latency", "--json").results] == [1, 2, 0]
     assert "3 trials: 3 ok" in run("trials", "--variant", "push").out
 
 

@@ -40,7 +40,7 @@ def test_a_model_is_tuned_problem_by_problem(run: Run, tuner: Tuner, config: Pat
         GemmReduceScatter(8, 64, 48, "fp32", "replicated", 2),
         GemmReduceScatter(8, 64, 48, "fp32", "scattered", 2),
     ]
-    assert [each["problem"] for each in documents] == [problem.to_dict() for problem in expected]
+    assert [document["problem"] for document in documents] == [problem.to_dict() for problem in expected]
     assert {problem for problem, _ in tuner.asked} == set(expected)
     assert {settings.trials for _, settings in tuner.asked} == {5}
 
@@ -50,10 +50,10 @@ def test_a_dry_run_lists_the_plan_and_touches_nothing(run: Run, tuner: Tuner, ra
     assert shown.code == 0
     assert "down of the MLP" in shown.out and "fallback: bsp" in shown.out and "for 6 problems" in shown.out
     whole = run("tune", "--model", config, "--tp", 2, "--tokens", 8, "--dry-run", "--trials", 30, "--json").whole
-    assert [each["layers"] for each in whole["results"]] == [
+    assert [entry["layers"] for entry in whole["results"]] == [
         *["QKV", "attention output", "attention output", "gate, up of the MLP", "down of the MLP", "down of the MLP"]
     ]
-    assert {each["expected_s"] for each in whole["results"]} == {60.0}, "two seconds a trial on CPU ranks"
+    assert {entry["expected_s"] for entry in whole["results"]} == {60.0}, "two seconds a trial on CPU ranks"
     assert whole["about"]["expected_s"] == 360.0
     assert not tuner.asked and not ranks.started and not db.exists()
 
@@ -79,12 +79,12 @@ def test_on_gpus_the_plan_is_that_of_gpus(run: Run, tmp_path: Path, monkeypatch:
     recorded.write_text(json.dumps(paces))
     monkeypatch.setattr("autotax.cli.tune.PACES", recorded)
     whole = run("tune", "--model", path, "--tokens", "1,64", "--kv-len", 32768, "--dry-run", "--json").whole
-    assert {each["problem"]["world_size"] for each in whole["results"]} == {4}
-    assert {each["basis"] for each in whole["results"]} == {
+    assert {entry["problem"]["world_size"] for entry in whole["results"]} == {4}
+    assert {entry["basis"] for entry in whole["results"]} == {
         *["the runs recorded on NVIDIA H200", "the runs recorded on NVIDIA H100 80GB HBM3"]
     }, "an operator that was not tuned on this device has the pace of another"
     assert len(whole["about"]["notes"]) == 2
-    assert {each["problem"]["op"] for each in whole["results"]} == {
+    assert {entry["problem"]["op"] for entry in whole["results"]} == {
         *["all-gather-gemm", "gemm-reduce-scatter", "head-gather", "decode-merge"]
     }
 
@@ -141,22 +141,22 @@ def test_a_laptop_plans_for_a_server_and_its_engine(run: Run, tmp_path: Path, db
     path.write_text(json.dumps(LLAMA_70B))
     plan = ["tune", "--model", path, "--tokens", "8,64", "--kv-len", 32768, "--for", engine, "--hardware", "h100x8", "--dry-run"]
     whole = run(*plan, "--json").whole
-    assert {(each["problem"]["op"], each["problem"].get("output")) for each in whole["results"]} == PLANS[engine]
-    assert {each["problem"]["world_size"] for each in whole["results"]} == {8}
-    assert all(each["basis"] == "the runs recorded on NVIDIA H100 80GB HBM3" for each in whole["results"])
+    assert {(entry["problem"]["op"], entry["problem"].get("output")) for entry in whole["results"]} == PLANS[engine]
+    assert {entry["problem"]["world_size"] for entry in whole["results"]} == {8}
+    assert all(entry["basis"] == "the runs recorded on NVIDIA H100 80GB HBM3" for entry in whole["results"])
     shown = run(*plan).out
     assert "8 x NVIDIA H100 80GB HBM3" in shown and "expected: " in shown and not db.exists()
 
 
 def test_a_winner_of_a_planned_problem_is_found_by_the_plugin(run: Run, config: Path, db: Path) -> None:
     plan = run("tune", "--model", config, "--tp", 2, "--tokens", 8, "--for", "vllm", "--dry-run", "--json").results
-    for each in plan:
-        problem = problem_from_dict(each["problem"])
+    for entry in plan:
+        problem = problem_from_dict(entry["problem"])
         keep_winner(db, problem, detect("cpu"), space_for(problem, detect("cpu")).default("push"), BSP)
         reload()
-        sizes = each["problem"]
-        found = token_ranges(sizes["n"], sizes["k"], sizes["dtype"], 2, hardware=detect("cpu"), db=db)
-        assert any(first <= 8 <= last for first, last in found)
+        sizes = entry["problem"]
+        ranges = token_ranges(sizes["n"], sizes["k"], sizes["dtype"], 2, hardware=detect("cpu"), db=db)
+        assert any(first <= 8 <= last for first, last in ranges)
 
 
 def test_plans_for_machines_and_engines_that_are_not_known_are_refused(run: Run, config: Path) -> None:

@@ -26,7 +26,7 @@ def test_no_option_of_a_command_is_a_field_of_an_operator_that_comes_with_it(com
     groups = [group for part, group in get_type_hints(command.run).items() if part != "return"]
     if ProblemOptions in groups:
         own = {name for group in groups if group is not ProblemOptions for name in options_of(group)}
-        assert not own & {each.name for operator in operators().values() for each in fields(operator.problem)}
+        assert not own & {field.name for operator in operators().values() for field in fields(operator.problem)}
 
 
 def test_a_field_that_an_option_would_hide_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,6 +36,6 @@ def test_a_field_that_an_option_would_hide_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(registry, "declared", mine)
     Operator(Clashing)
     assert main(["lookup", "clashing"]) == 2
-    told = "autotax: clashing has a field --mode, which is an option of autotax lookup: rename the field\n"
-    assert capsys.readouterr().err == told
+    message = "autotax: clashing has a field --mode, which is an option of autotax lookup: rename the field\n"
+    assert capsys.readouterr().err == message
     assert main(["lookup", "all-gather-gemm", "--m", "64", "--n", "96", "--k", "64", "--backend", "cpu"]) == 0

@@ -94,8 +94,8 @@ def test_names_of_checks_are_never_folded(run: Run, monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("tuner")
 @pytest.mark.parametrize("command", ["tune", "compare"])
 def test_slow_cpu_ranks_are_announced(run: Run, ranks: Ranks, command: str) -> None:
-    told = run(command, *BIG).err
-    assert "CPU ranks interpret kernels, which is slow" in told and "autotax tune all-gather-gemm --m 64" in told
+    stderr = run(command, *BIG).err
+    assert "CPU ranks interpret kernels, which is slow" in stderr and "autotax tune all-gather-gemm --m 64" in stderr
     assert ranks.started, "a warning, no refusal"
     quick = [*GEMM, "--trials", 10] if command == "tune" else GEMM
     assert "CPU ranks interpret" not in run(command, *quick).err

@@ -38,14 +38,14 @@ def test_winners_go_from_one_database_to_another(run: Run, db: Path, tmp_path: P
     push = space_for(PROBLEM, detect("cpu")).default("push")
     keep_winner(db, PROBLEM, detect("cpu"), push, BSP)
     keep_winner(db, DECODE, GPUS, BSP, BSP)
-    told = run("export", "-o", file)
-    assert told.code == 0 and "2 winners" in told.out
+    result = run("export", "-o", file)
+    assert result.code == 0 and "2 winners" in result.out
     other = tmp_path / "other.db"
     taken = run("import", file, "--db", other)
     assert taken.code == 0 and "2 winners" in taken.out and "2 added" in taken.out
     assert run("lookup", *GEMM, "--db", other, "--json").document["match"] == "exact"
     again = run("import", file, "--db", other, "--json").whole
-    assert [(each["outcome"], each["reason"]) for each in again["results"]] == [("kept", "it is the same")] * 2
+    assert [(winner["outcome"], winner["reason"]) for winner in again["results"]] == [("kept", "it is the same")] * 2
     assert again["about"]["file"] == str(file)
     trials = run("trials", *GEMM, "--db", other)
     assert trials.code == 0 and "push" in trials.out
@@ -56,9 +56,9 @@ def test_an_export_says_which_winners_are_stale_here(run: Run, db: Path, file: P
     keep_winner(db, DECODE, GPUS, BSP, BSP)
     assert "stale" not in run("export", "-o", file).out
     with edited("kernels/all_gather_gemm/push.py"):
-        told = run("export", "-o", file)
-    marked = [line for line in told.out.splitlines() if line.rstrip().endswith(" stale")]
-    assert "2 winners" in told.out and len(marked) == 1 and "kernel sources" in told.out
+        result = run("export", "-o", file)
+    marked = [line for line in result.out.splitlines() if line.rstrip().endswith(" stale")]
+    assert "2 winners" in result.out and len(marked) == 1 and "kernel sources" in result.out
     assert "stale" not in file.read_text()
 
 
@@ -74,9 +74,9 @@ def test_an_export_says_which_winners_are_stale_here(run: Run, db: Path, file: P
 def test_a_part_can_be_exported(run: Run, db: Path, file: Path, arguments: list[str], ops: list[str]) -> None:
     keep_winner(db, PROBLEM, detect("cpu"), PUSH, BSP)
     keep_winner(db, DECODE, GPUS, BSP, BSP)
-    found = run("export", *arguments, "--output", file, "--json").results
-    assert sorted(each["problem"]["op"] for each in found) == ops
-    assert sorted(each["problem"]["op"] for each in json.loads(file.read_text())["winners"]) == ops
+    winners = run("export", *arguments, "--output", file, "--json").results
+    assert sorted(winner["problem"]["op"] for winner in winners) == ops
+    assert sorted(winner["problem"]["op"] for winner in json.loads(file.read_text())["winners"]) == ops
 
 
 def test_an_anonymous_export_does_not_say_who(run: Run, db: Path, file: Path) -> None:
@@ -95,8 +95,8 @@ def test_a_conflict_is_told_with_its_reason(run: Run, db: Path, file: Path) -> N
     document = json.loads(file.read_text())
     document["winners"][0]["interval"] = [1.25, 1.3]
     file.write_text(json.dumps(document))
-    told = run("import", file)
-    assert "1 replaced" in told.out and "its speed-up is at least 1.25x" in told.out
+    result = run("import", file)
+    assert "1 replaced" in result.out and "its speed-up is at least 1.25x" in result.out
     document["winners"][0]["interval"] = [1.1, 1.3]
     file.write_text(json.dumps(document))
     assert run("import", file, "--json").document["outcome"] == "kept"
@@ -125,7 +125,7 @@ BAD = {
 def test_bad_input(run: Run, db: Path, tmp_path: Path, file: Path, arguments: list[str], form: list[str]) -> None:
     keep_winner(db, PROBLEM, GPUS, PUSH, BSP)
     before = sorted(tmp_path.rglob("*"))
-    spelt = [each.replace("FILE", str(file)).replace("NONE", str(tmp_path / "none.db")) for each in arguments]
+    spelt = [argument.replace("FILE", str(file)).replace("NONE", str(tmp_path / "none.db")) for argument in arguments]
     assert run(*spelt, *form).complaint
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -142,7 +142,7 @@ def test_a_foreign_file_is_one_line_and_nothing_is_made(run: Run, tuner: Tuner, 
 def keep_misses(db: Path, *asked: tuple[Problem, int, Conditions], hardware: Hardware | None = None) -> None:
     now = datetime.now(UTC)
     with Store.open(db) as store:
-        store.add_misses([MissRecord(each, hardware or detect("cpu"), how, count, now) for each, count, how in asked])
+        store.add_misses([MissRecord(problem, hardware or detect("cpu"), how, count, now) for problem, count, how in asked])
 
 
 def left(db: Path) -> list[Problem]:
@@ -156,16 +156,16 @@ SKEWED = replace(ON_CPU, skew_us=40.0)
 def test_misses_are_tuned_most_asked_first_as_they_were_asked_for(run: Run, tuner: Tuner, db: Path) -> None:
     keep_misses(db, (PROBLEM, 3, SKEWED), (DECODE, 9, ON_CPU))
     keep_misses(db, (replace(PROBLEM, m=1), 99, ON_CPU), hardware=replace(detect("cpu"), count=999))
-    found = run("tune", "--misses", "--trials", 5, "--json")
-    assert found.code == 0
+    result = run("tune", "--misses", "--trials", 5, "--json")
+    assert result.code == 0
     assert [(problem, settings.conditions, settings.trials) for problem, settings in tuner.asked] == [
         (DECODE, ON_CPU, 5),
         (PROBLEM, SKEWED, 5),
     ]
-    assert [each["problem"] for each in found.results] == [DECODE.to_dict(), PROBLEM.to_dict()]
+    assert [row["problem"] for row in result.results] == [DECODE.to_dict(), PROBLEM.to_dict()]
     assert left(db) == [] and not tuner.compared
-    told = run("tune", "--misses")
-    assert (told.code, told.out) == (0, "") and "nothing to tune" in told.err
+    repeat = run("tune", "--misses")
+    assert (repeat.code, repeat.out) == (0, "") and "nothing to tune" in repeat.err
     assert run("tune", "--misses", "--json").results == []
 
 
@@ -188,8 +188,8 @@ def test_whatever_is_tuned_is_no_miss_any_more(run: Run, db: Path) -> None:
 def test_a_miss_that_cannot_be_tuned_here_is_told_and_left(run: Run, tuner: Tuner, db: Path) -> None:
     huge = AllGatherGemm(2**30, 4096, 4096, world_size=2)
     keep_misses(db, (huge, 7, ON_CPU), (DECODE, 3, ON_CPU))
-    told = run("tune", "--misses")
-    assert told.code == 0 and "looked up 7 times and is left out" in told.err
+    result = run("tune", "--misses")
+    assert result.code == 0 and "looked up 7 times and is left out" in result.err
     assert [problem for problem, _ in tuner.asked] == [DECODE]
     assert left(db) == [huge]
 

@@ -47,40 +47,40 @@ def nothing_asked_for_is_nothing_measured(case: RunnerCase) -> None:
 
 def each_candidate_is_answered_in_its_place(case: RunnerCase) -> None:
     asked = [case.good[0], case.bad, *case.good[1:], case.good[0]]
-    found = case.measure(*asked)
-    assert [m.candidate for m in found] == asked
-    assert [m.verified for m in found] == [candidate != case.bad for candidate in asked]
+    measurements = case.measure(*asked)
+    assert [m.candidate for m in measurements] == asked
+    assert [m.verified for m in measurements] == [candidate != case.bad for candidate in asked]
 
 
 def what_is_right_is_verified_and_timed_under_its_conditions(case: RunnerCase) -> None:
     for candidate in case.good:
-        (found,) = case.measure(candidate)
-        assert (found.status, found.error, found.verified) == ("ok", None, True)
-        assert found.conditions.items() >= candidate.conditions.to_dict().items()
-        assert found.latency_us == statistics.median(found.rounds) and min(found.rounds) > 0
-        assert found.slowest_rank is not None and 0 <= found.slowest_rank < len(found.samples)
+        (measurement,) = case.measure(candidate)
+        assert (measurement.status, measurement.error, measurement.verified) == ("ok", None, True)
+        assert measurement.conditions.items() >= candidate.conditions.to_dict().items()
+        assert measurement.latency_us == statistics.median(measurement.rounds) and min(measurement.rounds) > 0
+        assert measurement.slowest_rank is not None and 0 <= measurement.slowest_rank < len(measurement.samples)
 
 
 def samples_of_a_job_are_paired(case: RunnerCase) -> None:
-    found = case.measure(*case.good)
-    assert len({len(m.samples) for m in found}) == 1, "one list a rank"
-    counts = {len(samples) for m in found for samples in m.samples}
+    measurements = case.measure(*case.good)
+    assert len({len(m.samples) for m in measurements}) == 1, "one list a rank"
+    counts = {len(samples) for m in measurements for samples in m.samples}
     assert len(counts) == 1, "all candidates and ranks have equally many"
     assert 1 <= counts.pop() <= EFFORT.samples
 
 
 def a_failure_is_an_answer_that_says_why(case: RunnerCase) -> None:
-    (found,) = case.measure(case.bad)
-    assert found.status in TRIAL_STATUSES and found.status not in ("ok", "pruned")
-    assert found.error and not found.verified
-    assert not found.samples and found.latency_us is None and found.slowest_rank is None
+    (measurement,) = case.measure(case.bad)
+    assert measurement.status in TRIAL_STATUSES and measurement.status not in ("ok", "pruned")
+    assert measurement.error and not measurement.verified
+    assert not measurement.samples and measurement.latency_us is None and measurement.slowest_rank is None
     (after,) = case.measure(case.good[0])
     assert after.status == "ok", after.error
 
 
 def what_is_given_up_is_verified(case: RunnerCase) -> None:
-    (found,) = case.measure(case.good[0], effort=Effort(samples=50, give_up_us=HOPELESS_US))
-    assert found.status in ("ok", "pruned") and found.verified and found.rounds
+    (measurement,) = case.measure(case.good[0], effort=Effort(samples=50, give_up_us=HOPELESS_US))
+    assert measurement.status in ("ok", "pruned") and measurement.verified and measurement.rounds
 
 
 def what_is_expected_is_chosen_from(case: RunnerCase) -> None:
@@ -91,8 +91,8 @@ def what_is_expected_is_chosen_from(case: RunnerCase) -> None:
 
 def what_is_done_meanwhile_is_done_once_at_most(case: RunnerCase) -> None:
     calls: list[None] = []
-    (found,) = case.runner.measure(case.problem, case.good[:1], EFFORT, lambda: calls.append(None))
-    assert found.status == "ok" and len(calls) <= 1
+    (measurement,) = case.runner.measure(case.problem, case.good[:1], EFFORT, lambda: calls.append(None))
+    assert measurement.status == "ok" and len(calls) <= 1
 
 
 def what_fails_meanwhile_leaves_no_answer_to_the_next(case: RunnerCase) -> None:

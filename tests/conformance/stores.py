@@ -110,12 +110,12 @@ def trials_come_back_as_they_went_in(url: str, some: Examples) -> None:
     with Store.open(url) as store:
         run_id = store.begin_run(some.problem, HARDWARE, ENVIRONMENT, {"sampler": "tpe", "seed": 1})
         ids = [store.add_trial(run_id, trial) for trial in added]
-        found = store.trials()
-    assert found == added
-    assert [trial.id for trial in found] == ids
-    assert {trial.run_id for trial in found} == {run_id}
-    assert all(trial.created_at and abs(datetime.now(UTC) - trial.created_at) < timedelta(minutes=1) for trial in found)
-    run = found[0].run
+        trials = store.trials()
+    assert trials == added
+    assert [trial.id for trial in trials] == ids
+    assert {trial.run_id for trial in trials} == {run_id}
+    assert all(trial.created_at and abs(datetime.now(UTC) - trial.created_at) < timedelta(minutes=1) for trial in trials)
+    run = trials[0].run
     assert run is not None
     assert (run.problem, run.hardware, run.environment) == (some.problem, HARDWARE, ENVIRONMENT)
     assert (run.settings, run.status, run.ended_at) == ({"sampler": "tpe", "seed": 1}, "running", None)
@@ -171,8 +171,8 @@ def a_run_ends(url: str, some: Examples) -> None:
 def a_run_keeps_what_was_noticed_and_its_accounts(url: str, some: Examples) -> None:
     with Store.open(url) as store:
         run_id, other = (some.begin(store) for _ in range(2))
-        for told in ("rank 1 is slow", "clocks fell\0 to 1.2 GHz", "rank 1 is slow", "clocks fell\0 to 1.2 GHz"):
-            store.add_notice(run_id, told)
+        for notice in ("rank 1 is slow", "clocks fell\0 to 1.2 GHz", "rank 1 is slow", "clocks fell\0 to 1.2 GHz"):
+            store.add_notice(run_id, notice)
         store.add_notice(other, "rank 1 is slow")
         store.end_run(run_id, "done", {"measuring_s": 12.5, "compiling_s": 3.0})
         store.end_run(other, "interrupted")

@@ -25,7 +25,7 @@ def test_a_path_is_refused_before_the_work_begins(tmp_path: Path, name: str) -> 
     with pytest.raises(UsageError, match=r"cannot be written .*: give another path"):
         refuse_unwritable(tmp_path / name)
     refuse_unwritable(tmp_path / "new.json")
-    assert [each.name for each in tmp_path.iterdir()] == ["there"]
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
 def test_a_new_file_has_the_usual_mode_and_a_replaced_one_keeps_its_own(tmp_path: Path) -> None:

@@ -40,8 +40,8 @@ def test_an_unknown_backend_is_refused() -> None:
 
 def test_a_backend_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotax.hardware, "backends_present", lambda: ["cpu"])
-    told = refusal(detect.__wrapped__, "rocm")
-    assert told == "backend is 'rocm'; this machine has cpu: leave --backend out, or run `autotax doctor`"
+    message = refusal(detect.__wrapped__, "rocm")
+    assert message == "backend is 'rocm'; this machine has cpu: leave --backend out, or run `autotax doctor`"
 
 
 def test_torch_is_asked_for_gpus_only_where_there_is_a_device_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -56,8 +56,8 @@ def test_torch_is_asked_for_gpus_only_where_there_is_a_device_node(monkeypatch: 
 
 def test_ranks_need_a_gpu_each() -> None:
     check_world_size(H200, 8)
-    told = refusal(check_world_size, H200, 9)
-    assert told == "world size is 9; this machine has 8 GPUs: give --world-size 8 or less, or --backend cpu"
+    message = refusal(check_world_size, H200, 9)
+    assert message == "world size is 9; this machine has 8 GPUs: give --world-size 8 or less, or --backend cpu"
     check_world_size(detect("cpu"), 64)
 
 

@@ -23,19 +23,19 @@ DECODE: dict[str, Any] = {"op": "flash-decode", "batch": 2, "q_heads": 64, "kv_h
 def refusal(values: dict[str, Any]) -> str:
     with pytest.raises(UsageError) as error:
         problem_from_dict(values)
-    told = str(error.value)
-    assert told
-    assert "\n" not in told
-    return told
+    message = str(error.value)
+    assert message
+    assert "\n" not in message
+    return message
 
 
 @pytest.mark.parametrize("values", [GEMM, DECODE], ids=["all-gather-gemm", "flash-decode"])
 @pytest.mark.parametrize("size", [0, -1, 2**31, True, False, 64.0, "64", None], ids=repr)
 def test_a_size_is_a_whole_number_above_zero(values: dict[str, Any], size: object) -> None:
     for name in values.keys() - {"op"}:
-        told = refusal(values | {name: size})
-        assert told.startswith(f"{name} is {size!r}; it must be a whole number from 1 to ")
-        assert f"--{name.replace('_', '-')}" in told
+        message = refusal(values | {name: size})
+        assert message.startswith(f"{name} is {size!r}; it must be a whole number from 1 to ")
+        assert f"--{name.replace('_', '-')}" in message
 
 
 @pytest.mark.parametrize(

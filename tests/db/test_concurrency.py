@@ -48,14 +48,14 @@ def test_writers_that_are_killed_lose_at_most_the_trial_in_flight(url: str, kill
     for run_id in range(1, kills + 1):
         with Store.open(url) as store:
             assert store.begin_run(PROBLEM, HARDWARE, ENVIRONMENT, {}) == run_id
-        told = written_until_killed(url, run_id, seconds=chance.uniform(0.0, 0.05))
+        count = written_until_killed(url, run_id, seconds=chance.uniform(0.0, 0.05))
         if path := sqlite_path(url):
             with sqlite3.connect(path) as connection:
                 assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
             connection.close()
         with Store.open(url) as store:
             kept = [trial.number for trial in store.trials(run_id=run_id)]
-            assert kept in (list(range(told)), list(range(told + 1)))
+            assert kept in (list(range(count)), list(range(count + 1)))
             assert store.runs()[-1].status == "running"
             store.end_run(run_id, "interrupted")
 
@@ -74,19 +74,19 @@ def written_until_killed(url: str, run_id: int, seconds: float) -> int:
     process = fork.Process(target=write)
     process.start()
     writer.close()
-    told = 0
+    count = 0
     try:
         for _ in range(3):
             reader.recv_bytes()
-            told += 1
+            count += 1
         time.sleep(seconds)
         process.kill()
         while True:
             reader.recv_bytes()
-            told += 1
+            count += 1
     except EOFError:
         process.join()
-        return told
+        return count
 
 
 def test_a_database_whose_maker_was_killed_is_mended(tmp_path: Path) -> None:

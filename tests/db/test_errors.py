@@ -250,7 +250,7 @@ def test_the_studys_part_of_the_database_fails_in_the_same_words(
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     with failing(url):
         asked.tell(trial, 1.0)
-    assert [each.value for each in asked.get_trials()] == [1.0]
+    assert [record.value for record in asked.get_trials()] == [1.0]
 
 
 @pytest.mark.parametrize("url", ["server"], indirect=True)

@@ -117,10 +117,10 @@ def test_an_export_brings_winners_to_an_empty_database(store: Store, other: Path
     with Store.open(other) as there:
         outcomes = there.merge(formats.read(file), "winners.json")
         assert [outcome.what for outcome in outcomes] == ["added", "added"]
-        found = there.winners()
-        assert [replace(winner, trial_id=0) for winner in found] == [replace(w, trial_id=0) for w in store.winners()]
+        winners = there.winners()
+        assert [replace(winner, trial_id=0) for winner in winners] == [replace(w, trial_id=0) for w in store.winners()]
         [trial] = there.trials(PROBLEM)
-        assert trial.id == found[0].trial_id and trial.verified and trial.samples == found[0].samples[PUSH.digest]  # type: ignore[index]
+        assert trial.id == winners[0].trial_id and trial.verified and trial.samples == winners[0].samples[PUSH.digest]  # type: ignore[index]
         [run] = there.runs(PROBLEM)
         assert run.status == "done" and run.ended_at is not None
         assert run.settings == {"imported_from": {"by": formats.me(), "at": NOW.isoformat(), "source": "winners.json"}}

@@ -27,9 +27,9 @@ def test_later_databases_go_behind_what_is_kept(tmp_path: Path, databases: list[
     landscapes.write(at_once, databases, tmp_path)
     landscapes.write(in_turn, databases[:1], tmp_path)
     landscapes.write(in_turn, databases[1:], tmp_path, landscapes.read(in_turn))
-    found = landscapes.read(in_turn)
-    assert found == landscapes.read(at_once)
-    assert [run.database for run, _ in found.of_runs()] == ["first.db", "second.db"]
+    archive = landscapes.read(in_turn)
+    assert archive == landscapes.read(at_once)
+    assert [run.database for run, _ in archive.of_runs()] == ["first.db", "second.db"]
 
 
 def test_a_database_is_not_kept_twice(tmp_path: Path, databases: list[Path]) -> None:

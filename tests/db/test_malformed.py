@@ -71,7 +71,7 @@ def many(amount: int) -> Callable[[Any], Any]:
     return settings(max_examples=amount, deadline=None, suppress_health_check=quiet, database=None, derandomize=amount <= SAMPLE)
 
 
-def told(error: UsageError) -> None:
+def check_message(error: UsageError) -> None:
     """Checks that an error is one line without control characters."""
     message = str(error)
     assert "\n" not in message and message.isprintable() and len(message) < 1200, message
@@ -100,7 +100,7 @@ def test_a_winners_file(tmp_path: Path, amount: int) -> None:
             entries = formats.read(file)
         except UsageError as error:
             refused += 1
-            told(error)
+            check_message(error)
         else:
             db.unlink(missing_ok=True)
             with Store.open(db) as store:
@@ -124,7 +124,7 @@ def test_a_text_that_is_too_long_is_refused_in_a_short_line(tmp_path: Path) -> N
         file.write_text(json.dumps({**json.loads(file.read_text()), "winners": [changed_one]}))
         with pytest.raises(UsageError) as refused:
             formats.read(file)
-        told(refused.value)
+        check_message(refused.value)
     assert len(places) > 10
 
 
@@ -142,7 +142,7 @@ def test_a_comparison(tmp_path: Path, amount: int) -> None:
             documents = compared.read(file)
         except UsageError as error:
             refused += 1
-            told(error)
+            check_message(error)
         else:
             page("a database", NOW, [], [], documents)
             if ladders := ladder.of(documents):
@@ -167,13 +167,13 @@ def test_landscapes(tmp_path: Path, amount: int) -> None:
         nonlocal refused
         file.write_bytes(gzip.compress(as_json(changed(good, data)), 1))
         try:
-            found = landscapes.read(file)
+            archive = landscapes.read(file)
         except UsageError as error:
             refused += 1
-            told(error)
+            check_message(error)
         else:
-            assert all(result.config.variant for _, result in found.of_runs())
-            json.dumps([found.t4(key) for key in found.problems])
+            assert all(result.config.variant for _, result in archive.of_runs())
+            json.dumps([archive.t4(key) for key in archive.problems])
 
     check()
     assert refused > amount / 4
@@ -195,7 +195,7 @@ def test_a_file_of_shapes(tmp_path: Path, amount: int) -> None:
         try:
             problems = read_shapes(file, 2)
         except UsageError as error:
-            told(error)
+            check_message(error)
         else:
             assert all(problem_from_dict(problem.to_dict()) == problem for problem in problems)
 
@@ -248,7 +248,7 @@ def test_a_row(spoil: Callable[[str, str, Any], Path], amount: int) -> None:
     @many(amount)
     @given(st.sampled_from(PLACES), st.data())
     def check(place: tuple[str, str], data: st.DataObject) -> None:
-        value = data.draw(st.sampled_from([each for each in WRONG if not isinstance(each, str) or "\ud800" not in each]))
+        value = data.draw(st.sampled_from([option for option in WRONG if not isinstance(option, str) or "\ud800" not in option]))
         if isinstance(value, list | dict) or (place[1] in JSON_COLUMNS and data.draw(st.booleans())):
             value = json.dumps(value) if not isinstance(value, bytes) else value
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -270,7 +270,7 @@ def test_a_row(spoil: Callable[[str, str, Any], Path], amount: int) -> None:
                 try:
                     reader(store)
                 except UsageError as error:
-                    told(error)
+                    check_message(error)
         for stale in (False, True):
             answer = lookup(PROBLEM, db=db, allow_stale=stale)
             assert answer.match in ("exact", "stale", "fallback") and "\n" not in answer.reason
@@ -280,7 +280,7 @@ def test_a_row(spoil: Callable[[str, str, Any], Path], amount: int) -> None:
                 keep_winner(store)
                 store.add_misses([MissRecord(replace(PROBLEM, m=64), HARDWARE, ON_CPU, 1, NOW)])
             except UsageError as error:
-                told(error)
+                check_message(error)
 
     check()
 

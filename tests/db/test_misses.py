@@ -151,6 +151,6 @@ def test_a_program_ends_well_even_if_they_cannot_be_saved(db: Path) -> None:
 
 def rows(db: Path, query: str) -> list[tuple[object, ...]]:
     connection = sqlite3.connect(db)
-    found = connection.execute(query).fetchall()
+    records = connection.execute(query).fetchall()
     connection.close()
-    return found
+    return records

@@ -121,12 +121,12 @@ def test_those_of_the_package_answer_where_sources_are_as_they_were(monkeypatch:
     sources = {(entry.winner.problem.op, entry.winner.config.variant): entry.winner.kernel_digest for entry in entries}
     monkeypatch.setattr(module, "environment", lambda _: replace(there.environment, kernels="f" * 16))
     monkeypatch.setattr(records, "variant_digest", lambda *variant: sources[variant])
-    found = [lookup(entry.winner.problem, hardware=there.hardware, db=tmp_path / "none.db") for entry in entries]
-    assert {answer.match for answer in found} == {"exact"}
+    answers = [lookup(entry.winner.problem, hardware=there.hardware, db=tmp_path / "none.db") for entry in entries]
+    assert {answer.match for answer in answers} == {"exact"}
     # Winners proven in place go before winners proven back to back.
     ranked = sorted((entry.winner for entry in entries), key=lambda won: (won.conditions.mode == "in-place", won.interval_low))
     best = {won.problem: won.config for won in ranked}
-    assert found == [best[entry.winner.problem] for entry in entries]
+    assert answers == [best[entry.winner.problem] for entry in entries]
 
 
 def test_they_are_declared_as_data_of_the_package() -> None:

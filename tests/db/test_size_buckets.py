@@ -48,9 +48,9 @@ def problems() -> st.SearchStrategy[Problem]:
 
 @given(problems())
 def test_a_representative_is_a_problem_of_the_same_bucket(problem: Problem) -> None:
-    found = representative(problem)
-    assert bucket_key(found.key) == bucket_key(problem.key)
-    assert representative(found) == found
+    end = representative(problem)
+    assert bucket_key(end.key) == bucket_key(problem.key)
+    assert representative(end) == end
 
 
 @given(problems(), problems())

@@ -22,8 +22,8 @@ def test_what_was_proven_back_to_back_holds_and_is_proven_in_place_when_all_are_
     here = Place(HARDWARE, ENVIRONMENT, USUAL)
     back_to_back = a_winner(1, PUSH, conditions=Conditions("graph"))
     assert stale_winners([back_to_back], here, any_conditions=True) == []
-    (found,) = stale_winners([back_to_back], here, any_conditions=True, everything=True)
-    assert (found.conditions, found.configs, found.why) == (USUAL, (PUSH,), "")
+    (stale,) = stale_winners([back_to_back], here, any_conditions=True, everything=True)
+    assert (stale.conditions, stale.configs, stale.why) == (USUAL, (PUSH,), "")
 
 
 def test_winners_of_calls_that_are_deployed_alike_are_proven_together() -> None:
@@ -34,8 +34,10 @@ def test_winners_of_calls_that_are_deployed_alike_are_proven_together() -> None:
         a_winner(3, PUSH, conditions=EAGER),
         a_winner(4, PUSH, conditions=Conditions("graph", skew_us=9.0)),
     ]
-    found = {each.conditions: set(each.configs) for each in stale_winners(winners, here, any_conditions=True, everything=True)}
-    assert found == {USUAL: {PUSH, OTHER}, EAGER: {PUSH}, Conditions("graph", skew_us=9.0): {PUSH}}
+    configs = {
+        stale.conditions: set(stale.configs) for stale in stale_winners(winners, here, any_conditions=True, everything=True)
+    }
+    assert configs == {USUAL: {PUSH, OTHER}, EAGER: {PUSH}, Conditions("graph", skew_us=9.0): {PUSH}}
     asked = Place(HARDWARE, ENVIRONMENT, Conditions("graph"))
     (only,) = stale_winners(winners, asked, everything=True)
     assert (only.conditions, set(only.configs)) == (Conditions("graph"), {PUSH, OTHER})

@@ -37,9 +37,9 @@ def test_what_fails_is_told_in_a_line_each(tmp_path: Path, monkeypatch: pytest.M
             check_store(tmp_path / "lax.db")
     finally:
         event.remove(Engine, "connect", lax)
-    told = str(caught.value).splitlines()
-    assert [line.partition(":")[0] for line in told] == list(SOME[1:])
-    assert all("IntegrityError is due" in line and "stores.py:" in line for line in told)
+    lines = str(caught.value).splitlines()
+    assert [line.partition(":")[0] for line in lines] == list(SOME[1:])
+    assert all("IntegrityError is due" in line and "stores.py:" in line for line in lines)
 
 
 def test_a_database_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def winner(problem: Problem, config: Config, speedup: float, us: float = math.na
 def winners(problem: Problem, speedup: float) -> Source:
     """Winners of some sizes, as if each was `speedup` times as fast as BSP."""
     sized = [replace(problem, m=m) for m in ENDS]  # type: ignore[call-arg]
-    return Source(Index([winner(each, high(each), speedup) for each in sized]))
+    return Source(Index([winner(end, high(end), speedup) for end in sized]))
 
 
 @pytest.mark.parametrize("problem", GEMMS, ids=lambda problem: f"{problem.op} {problem.brief()}")
@@ -59,17 +59,17 @@ def test_an_answer_is_never_expected_to_be_slower_than_bsp(problem: Problem, spe
     source, matches = winners(problem, speedup), Counter[str]()
     for m in sorted({*STEPS, *ENDS}):
         sized = replace(problem, m=m)  # type: ignore[call-arg]
-        found = answer(sized, HERE, [source], allow_stale=False)
-        matches[found.match] += 1
+        reply = answer(sized, HERE, [source], allow_stale=False)
+        matches[reply.match] += 1
         end = bucket(m)[1]
         if m in ENDS:
-            assert found.match == "exact"
+            assert reply.match == "exact"
         elif end not in ENDS:
-            assert found.match == "fallback", m
+            assert reply.match == "fallback", m
         else:
-            tile = found["block_m"] if found.match == "nearest" else high(replace(problem, m=end))["block_m"]  # type: ignore[call-arg]
-            ours, bsp = (us(problem, m, each) / us(problem, end, each) for each in (tile * problem.world_size, 128))
-            assert (found.match == "nearest") == (speedup * bsp / ours >= LEAST_EXPECTED), m
+            tile = reply["block_m"] if reply.match == "nearest" else high(replace(problem, m=end))["block_m"]  # type: ignore[call-arg]
+            ours, bsp = (us(problem, m, block) / us(problem, end, block) for block in (tile * problem.world_size, 128))
+            assert (reply.match == "nearest") == (speedup * bsp / ours >= LEAST_EXPECTED), m
     assert matches["exact"] == len(ENDS)
     assert matches["nearest"], "sizes near a tuned one take its winner"
 
@@ -83,9 +83,9 @@ def test_padding_that_eats_the_speedup_is_left_to_bsp() -> None:
     """1030 rows of two ranks are 515 in a shard: five tiles of 128, the fifth with three rows. BSP has nine tiles."""
     problem, end = (replace(GEMMS[0], m=m) for m in (1030, 1536))
     for speedup, match in ((1.05, "fallback"), (1.2, "nearest")):
-        found = answer(problem, HERE, [Source(Index([winner(end, high(end), speedup)]))], allow_stale=False)
-        assert found.match == match
-        assert (match == "nearest") != ("is expected to be 0.95x as fast as BSP here" in found.reason)
+        reply = answer(problem, HERE, [Source(Index([winner(end, high(end), speedup)]))], allow_stale=False)
+        assert reply.match == match
+        assert (match == "nearest") != ("is expected to be 0.95x as fast as BSP here" in reply.reason)
 
 
 def test_exact_sums_take_the_place_of_fast_ones_where_they_stay_faster_than_bsp() -> None:
@@ -95,10 +95,10 @@ def test_exact_sums_take_the_place_of_fast_ones_where_they_stay_faster_than_bsp(
     ours, theirs = (space_for(problem, H200).default("scaled_specialized") for problem in (exact, fast))
     for speedup, match in ((1.07, "fallback"), (1.1, "nearest")):
         known = winner(exact, ours, speedup)
-        found = answer(fast, HERE, [Source(Index([known]))], allow_stale=False)
-        assert found.match == match
-        assert (match == "nearest") != ("is expected to be 0.96x as fast as BSP here" in found.reason)
-    assert (found, found.from_problem) == (ours, exact.key) and f"that of a stricter problem, {exact.key}" in found.reason
+        reply = answer(fast, HERE, [Source(Index([known]))], allow_stale=False)
+        assert reply.match == match
+        assert (match == "nearest") != ("is expected to be 0.96x as fast as BSP here" in reply.reason)
+    assert (reply, reply.from_problem) == (ours, exact.key) and f"that of a stricter problem, {exact.key}" in reply.reason
     assert answer(smaller, HERE, [Source(Index([winner(exact, ours, 1.5)]))], allow_stale=False).from_problem == exact.key
     sources = [Source(Index([known])), Source(Index([winner(fast, theirs, 1.02)]))]
     assert answer(fast, HERE, sources, allow_stale=False).from_problem == fast.key, "a winner of the problem itself comes first"
@@ -126,9 +126,9 @@ def test_a_winner_of_more_rows_serves_where_bsp_takes_longer_for_fewer_already()
     few, many = (replace(GEMMS[2], m=m) for m in (4, 64))  # type: ignore[type-var]
     own, config = (space_for(problem, H200).default("words") for problem in (few, many))
     less, enough = winner(few, own, 1.5, 20.0), winner(many, config, 1.1, 29.0)  # BSP takes 30 us for 4 rows
-    found = between(40, less, enough)
-    assert (found, found.match, found.from_problem) == (config, "nearest", many.key)
-    assert "tuned for m=64, where it is 1.03x faster than BSP for m=4" in found.reason
+    reply = between(40, less, enough)
+    assert (reply, reply.match, reply.from_problem) == (config, "nearest", many.key)
+    assert "tuned for m=64, where it is 1.03x faster than BSP for m=4" in reply.reason
     assert between(4, less, enough).from_problem == few.key and between(64, less, enough).from_problem == many.key
     assert "does not fit: block_m is 64; allowed are 16, 32" in between(24, less, enough).reason
     assert between(40, less, winner(many, config, 1.1, 29.5)).match == "fallback", "1.017x is too little"
@@ -152,8 +152,8 @@ def test_no_winner_that_ships_contradicts_those_of_greater_and_smaller_sizes() -
             problem, of_bsp = known.problem, known.latency_us * known.speedup
             others = [other for other in family if bucket_key(other.problem.key) != bucket_key(problem.key)]
             index = Index([winner(other.problem, other.config, other.interval_low, other.latency_us, place) for other in others])
-            found = answer(problem, place, [Source(index)], allow_stale=False)
-            if found.from_problem:
+            reply = answer(problem, place, [Source(index)], allow_stale=False)
+            if reply.from_problem:
                 served += 1
-                assert of_bsp / times[found.from_problem] >= LEAST_EXPECTED, (problem, found)
+                assert of_bsp / times[reply.from_problem] >= LEAST_EXPECTED, (problem, reply)
     assert served > 40

@@ -24,7 +24,7 @@ HERE = Place(HARDWARE, ENVIRONMENT, Conditions())
 DECODE = FlashDecode(8, 64, 8, 128, 8192, "bf16", 4)
 
 
-def found(problem: Problem, winners: list[IndexedWinner], fits: Callable[[Config], bool] = lambda _: True) -> list[Config]:
+def suggested(problem: Problem, winners: list[IndexedWinner], fits: Callable[[Config], bool] = lambda _: True) -> list[Config]:
     return precedents(problem, HERE, winners, lambda config: config if fits(config) else None)
 
 
@@ -41,15 +41,15 @@ def push(number: int) -> Config:
 def test_the_nearest_sizes_go_first_and_far_ones_are_left_out() -> None:
     changed = [{"m": 1024}, {}, {"m": 256}, {"m": 640}, {"m": 2048}, {"m": 4096}, {"m": 1024, "n": 3584, "k": 4096}]
     winners = [won(replace(PROBLEM, **sizes), number) for number, sizes in enumerate(changed, 1)]
-    assert found(PROBLEM, winners) == [push(number) for number in (2, 4, 1, 3, 5)]
+    assert suggested(PROBLEM, winners) == [push(number) for number in (2, 4, 1, 3, 5)]
 
 
 def test_of_a_problem_those_measured_in_a_place_like_this_go_first_then_the_better_proven() -> None:
     upgraded = replace(HERE, software=replace(ENVIRONMENT, triton="3.5.0"))
     moved = replace(upgraded, hardware=replace(HARDWARE, device="NVIDIA H100", memory_gib=80))
     winners = [won(PROBLEM, 1, place=moved), won(PROBLEM, 2, place=upgraded), won(PROBLEM, 3), won(PROBLEM, 4, low=1.3)]
-    assert found(PROBLEM, winners) == [push(4), push(3), push(2), push(1)]
-    assert found(PROBLEM, winners[::-1]) == found(PROBLEM, winners)
+    assert suggested(PROBLEM, winners) == [push(4), push(3), push(2), push(1)]
+    assert suggested(PROBLEM, winners[::-1]) == suggested(PROBLEM, winners)
 
 
 @pytest.mark.parametrize(
@@ -64,19 +64,19 @@ def test_of_a_problem_those_measured_in_a_place_like_this_go_first_then_the_bett
     ids=["another dtype", "another shard", "another operator", "another vendor", "CPU ranks"],
 )
 def test_others_say_nothing(other: IndexedWinner) -> None:
-    assert found(PROBLEM, [other]) == []
+    assert suggested(PROBLEM, [other]) == []
 
 
 @pytest.mark.parametrize("changed", [{"output": "head_scatter"}, {"page": 16}])
 def test_a_cache_in_pages_and_heads_that_are_scattered_are_other_problems(changed: dict[str, Any]) -> None:
-    assert found(DECODE, [won(replace(DECODE, **changed), 1), won(replace(DECODE, batch=16), 2)]) == [push(2)]
+    assert suggested(DECODE, [won(replace(DECODE, **changed), 1), won(replace(DECODE, batch=16), 2)]) == [push(2)]
 
 
 def test_each_config_once_and_no_more_than_so_many() -> None:
     winners = [won(replace(PROBLEM, m=512 + 4 * number), number // 2) for number in range(4 * MOST)]
     last = push(2 * MOST - 1)
-    assert found(PROBLEM, winners) == [push(number) for number in range(MOST)]
-    assert found(PROBLEM, winners, [push(3), last].__contains__) == [push(3), last], "of those that fit"
+    assert suggested(PROBLEM, winners) == [push(number) for number in range(MOST)]
+    assert suggested(PROBLEM, winners, [push(3), last].__contains__) == [push(3), last], "of those that fit"
 
 
 def test_a_winner_that_is_older_than_a_parameter_has_its_former_value() -> None:
@@ -93,4 +93,4 @@ def test_a_winner_that_is_older_than_a_parameter_has_its_former_value() -> None:
 
 def test_more_ranks_are_another_size() -> None:
     doubled = AllGatherGemm(PROBLEM.m, PROBLEM.n, PROBLEM.k, world_size=8)
-    assert found(PROBLEM, [won(doubled, 1), won(replace(PROBLEM, m=520), 2)]) == [push(2), push(1)]
+    assert suggested(PROBLEM, [won(doubled, 1), won(replace(PROBLEM, m=520), 2)]) == [push(2), push(1)]

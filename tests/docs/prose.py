@@ -36,8 +36,8 @@ class Block:
     @property
     def indent(self) -> int:
         """Columns that continued lines of an item are indented by."""
-        found = ITEM.match(self.lines[0])
-        return len(found[0]) if found and self.kind == "item" else len(self.lines[0]) - len(self.lines[0].lstrip())
+        marker = ITEM.match(self.lines[0])
+        return len(marker[0]) if marker and self.kind == "item" else len(self.lines[0]) - len(self.lines[0].lstrip())
 
     @property
     def passages(self) -> list[str]:
@@ -87,8 +87,8 @@ def plain(markdown: str) -> str:
 
 def sentences(passage: str) -> list[int]:
     """How many words each sentence of a passage has."""
-    found = re.split(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[A-Z0-9])", " ".join(passage.split()))
-    counts = (sum(bool(re.search(r"\w", word)) for word in sentence.split()) for sentence in found)
+    parts = re.split(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[A-Z0-9])", " ".join(passage.split()))
+    counts = (sum(bool(re.search(r"\w", word)) for word in sentence.split()) for sentence in parts)
     return [count for count in counts if count]
 
 
@@ -115,18 +115,18 @@ def complaints(text: str) -> list[str]:
     lines = enumerate(text.splitlines(), 1)
     # A line of one word, such as a long address, cannot be broken.
     wide = [number for number, line in lines if len(line) > COLUMNS and " " in ITEM.sub("", line).strip()]
-    told = [f"{_named(wide)} wider than {COLUMNS} columns: break it, or shorten a table"] if wide else []
+    errors = [f"{_named(wide)} wider than {COLUMNS} columns: break it, or shorten a table"] if wide else []
     for block in blocks(text):
         if block.kind in ("text", "item", "table"):
             for part in block.passages:
-                told += [
+                errors += [
                     f"line {block.first}: a sentence of {words} words; {LONGEST} are allowed: make two of it ({part[:60]} ...)"
                     for words in sentences(part)
                     if words > LONGEST
                 ]
     if (average := count(text).average) > AVERAGE:
-        told.append(f"sentences have {average:.1f} words on average; {AVERAGE:.0f} are allowed: split the long ones")
-    return told
+        errors.append(f"sentences have {average:.1f} words on average; {AVERAGE:.0f} are allowed: split the long ones")
+    return errors
 
 
 def _named(lines: list[int]) -> str:
@@ -161,12 +161,12 @@ def main(arguments: list[str]) -> int:
             path.write_text(filled(path.read_text()))
         return 0
     rows = [(str(path), count(path.read_text())) for path in paths]
-    for name, found in rows:
-        print(f"{name:32} {found.words:6} words  {found.average:5.1f} a sentence  longest {found.longest}")
-    total = sum(found.sentences for _, found in rows) or 1
-    average = sum(found.average * found.sentences for _, found in rows) / total
-    longest = max((found.longest for _, found in rows), default=0)
-    print(f"{'together':32} {sum(found.words for _, found in rows):6} words  {average:5.1f} a sentence  longest {longest}")
+    for name, counts in rows:
+        print(f"{name:32} {counts.words:6} words  {counts.average:5.1f} a sentence  longest {counts.longest}")
+    total = sum(counts.sentences for _, counts in rows) or 1
+    average = sum(counts.average * counts.sentences for _, counts in rows) / total
+    longest = max((counts.longest for _, counts in rows), default=0)
+    print(f"{'together':32} {sum(counts.words for _, counts in rows):6} words  {average:5.1f} a sentence  longest {longest}")
     return 0
 
 

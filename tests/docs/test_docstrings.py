@@ -24,9 +24,9 @@ def docstrings() -> Iterator[tuple[str, str]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             body = getattr(node, "body", None)
-            for each in body if isinstance(body, list) else []:
-                if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) and isinstance(each.value.value, str):
-                    yield f"{path.relative_to(PACKAGE.parent)}:{each.lineno}", inspect.cleandoc(each.value.value)
+            for child in body if isinstance(body, list) else []:
+                if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant) and isinstance(child.value.value, str):
+                    yield f"{path.relative_to(PACKAGE.parent)}:{child.lineno}", inspect.cleandoc(child.value.value)
 
 
 def helps() -> Iterator[tuple[str, str]]:
@@ -36,8 +36,8 @@ def helps() -> Iterator[tuple[str, str]]:
         yield name, str(getattr(command, "help", "") or "").replace("\f", "")
         for option in getattr(command, "params", []):
             yield f"{name} {option.name}", getattr(option, "help", "") or ""
-        for word, each in getattr(command, "commands", {}).items():
-            yield from of(each, f"{name} {word}")
+        for word, subcommand in getattr(command, "commands", {}).items():
+            yield from of(subcommand, f"{name} {word}")
 
     yield from of(typer.main.get_command(app.make([])), "autotax")
     for op in operators().values():
@@ -46,23 +46,23 @@ def helps() -> Iterator[tuple[str, str]]:
 
 def long_ones(texts: Iterator[tuple[str, str]]) -> tuple[list[str], list[int]]:
     """Complaints, and the words of every sentence."""
-    told, counts = [], []
+    complaints, counts = [], []
     for place, text in texts:
         for block in prose.blocks(text):
             for passage in block.passages if block.kind in ("text", "item", "table") else []:
                 counts += prose.sentences(passage)
                 if (longest := max(prose.sentences(passage), default=0)) > prose.LONGEST:
-                    told.append(f"{place}: a sentence of {longest} words; {prose.LONGEST} are allowed: make two of it")
-    return told, counts
+                    complaints.append(f"{place}: a sentence of {longest} words; {prose.LONGEST} are allowed: make two of it")
+    return complaints, counts
 
 
 def test_sentences_of_docstrings_and_helps_are_short() -> None:
     for texts, least in ((docstrings(), 3000), (helps(), 100)):
-        told, counts = long_ones(texts)
-        assert not told, "\n".join(told)
+        complaints, counts = long_ones(texts)
+        assert not complaints, "\n".join(complaints)
         assert len(counts) > least and sum(counts) / len(counts) <= prose.AVERAGE
 
 
 def test_a_long_sentence_is_told() -> None:
-    told, _ = long_ones(iter([("here", f"Short. A{' word' * 41}.")]))
-    assert told == ["here: a sentence of 42 words; 40 are allowed: make two of it"]
+    complaints, _ = long_ones(iter([("here", f"Short. A{' word' * 41}.")]))
+    assert complaints == ["here: a sentence of 42 words; 40 are allowed: make two of it"]

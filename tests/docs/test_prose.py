@@ -28,8 +28,8 @@ def named(path: Path) -> str:
 
 @pytest.mark.parametrize("path", OURS, ids=named)
 def test_lines_and_sentences_are_short(path: Path) -> None:
-    if told := prose.complaints(path.read_text()):
-        pytest.fail("\n".join([f"{named(path)}:", *told, HELP]), pytrace=False)
+    if complaints := prose.complaints(path.read_text()):
+        pytest.fail("\n".join([f"{named(path)}:", *complaints, HELP]), pytrace=False)
 
 
 def test_the_readme_is_short() -> None:
@@ -56,8 +56,8 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
 
 def headings(path: Path) -> list[str]:
     """The anchors of a file, as GitHub makes them."""
-    found = [line.lstrip("#").strip().lower() for line in path.read_text().splitlines() if line.startswith("#")]
-    return [re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in found]
+    titles = [line.lstrip("#").strip().lower() for line in path.read_text().splitlines() if line.startswith("#")]
+    return [re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in titles]
 
 
 def test_what_a_package_index_shows_has_no_relative_links() -> None:
@@ -75,7 +75,7 @@ def test_the_commands_are_those_of_the_program() -> None:
 def test_every_variant_is_described() -> None:
     """Headings are operators in their order, items their variants."""
     text = (ROOT / "docs/variants.md").read_text()
-    lacking = [name for each in operators().values() if each.examples for name in each.variants if f"- `{name}`" not in text]
+    lacking = [name for op in operators().values() if op.examples for name in op.variants if f"- `{name}`" not in text]
     assert not lacking, f"docs/variants.md does not describe {lacking}: say what each does"
 
 
@@ -121,9 +121,9 @@ def test_filling_changes_no_word_and_only_once(path: Path) -> None:
     ],
 )
 def test_counting_words_of_sentences(text: str, words: list[int]) -> None:
-    told = [block for block in prose.blocks(text) if block.kind in ("text", "item")]
-    found = [number for block in told for passage in block.passages for number in prose.sentences(passage)]
-    assert found == words
+    blocks = [block for block in prose.blocks(text) if block.kind in ("text", "item")]
+    counts = [number for block in blocks for passage in block.passages for number in prose.sentences(passage)]
+    assert counts == words
 
 
 def test_complaints_name_the_line_and_the_remedy() -> None:

@@ -20,10 +20,10 @@ REMEDY = "prove winners and figures again with the set of constraints-gpu.txt, o
 def pins(name: str) -> dict[str, str]:
     """The pinned versions of a constraints file and of the files it includes."""
     text = (ROOT / name).read_text()
-    found = {pin[1].lower(): pin[2] for pin in re.finditer(r"^([\w-]+)==(\S+)$", text, re.MULTILINE)}
+    constraints = {pin[1].lower(): pin[2] for pin in re.finditer(r"^([\w-]+)==(\S+)$", text, re.MULTILINE)}
     for included in re.findall(r"^-c (\S+)$", text, re.MULTILINE):
-        found |= pins(included)
-    return found
+        constraints |= pins(included)
+    return constraints
 
 
 def versions(environment: dict[str, str]) -> tuple[str, str]:
@@ -35,14 +35,14 @@ MEASURED = (pins("constraints-gpu.txt")["torch"], pins("constraints-gpu.txt")["t
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_winners_are_of_the_pinned_set(path: Path) -> None:
-    found = {versions(entry.winner.environment.to_dict()) for entry in formats.read(path)}
-    assert found == {MEASURED}, f"{path.name} was proven with {found}, pinned is {MEASURED}: {REMEDY}"
+    pairs = {versions(entry.winner.environment.to_dict()) for entry in formats.read(path)}
+    assert pairs == {MEASURED}, f"{path.name} was proven with {pairs}, pinned is {MEASURED}: {REMEDY}"
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("results/*/landscapes.json.gz")), ids=lambda path: path.parent.name)
 def test_published_trials_are_of_the_pinned_set(path: Path) -> None:
-    found = set(map(versions, json.loads(gzip.decompress(path.read_bytes()))["environments"].values()))
-    assert found == {MEASURED}, f"{path} has {found}, pinned is {MEASURED}: {REMEDY}"
+    pairs = set(map(versions, json.loads(gzip.decompress(path.read_bytes()))["environments"].values()))
+    assert pairs == {MEASURED}, f"{path} has {pairs}, pinned is {MEASURED}: {REMEDY}"
 
 
 def test_the_readme_names_the_pinned_set() -> None:

@@ -91,13 +91,13 @@ FP8 = (("static", "tensor"), ("row", "tensor"), ("row", "channel"), ("block", "b
 Kept = tuple[Status, list[int], list[str]]
 
 
-def error_of(found: Tensor, layer: Any, x: Tensor, quantize: str) -> float:
+def error_of(output: Tensor, layer: Any, x: Tensor, quantize: str) -> float:
     """The relative error of a result against the sum of dequantised products in float32."""
     scales = layer.input_scale.view(1) if quantize == "static" else scaled.scales_of(x, quantize)
     codes = scaled.quantised(x, scales, quantize)
     total = scaled.dequantised(codes, scales, scaled.SCALES_OF[quantize], weight=False) @ stand_ins.numbers_of(layer).t()
     dist.all_reduce(total)
-    return float((found.float() - total).norm() / total.norm())
+    return float((output.float() - total).norm() / total.norm())
 
 
 def calls_of(world: World, layer: Any, quantize: str, run: Any) -> list[int]:
@@ -173,20 +173,20 @@ def sglang_fp8_of_shards(world: World, db: str) -> tuple[list[int], list[float]]
         for tokens in (16, 15, 50):
             x = normal(tokens, K8 // world.size, seed=tokens + world.rank).bfloat16()
             before = method.kernel.products
-            found = sp.row_parallel_gbar_matmul(layer, x, None)
+            output = sp.row_parallel_gbar_matmul(layer, x, None)
             own.append(method.kernel.products - before)
             padded = nn.functional.pad(x, (0, 0, 0, -tokens % world.size))
             right = scaled.scales_of(padded, "row") * scaled.quantised(padded, scaled.scales_of(padded, "row"), "row").float()
             right = right @ stand_ins.numbers_of(layer).t()
             dist.all_reduce(right)
-            errors.append(float((found.float() - right.chunk(world.size)[world.rank]).norm() / right.norm()))
+            errors.append(float((output.float() - right.chunk(world.size)[world.rank]).norm() / right.norm()))
         for rows in (8, 25):
             stand_ins.flags.tokens, before = rows * world.size - 1, method.kernel.products
             shards = [normal(rows, K8 // world.size, seed=rank).bfloat16() for rank in range(world.size)]
-            found = sp.column_parallel_g_matmul(layer, shards[world.rank], None)
+            output = sp.column_parallel_g_matmul(layer, shards[world.rank], None)
             own.append(method.kernel.products - before)
             right = method.kernel.multiply(layer, torch.cat(shards))[:-1].float()
-            errors.append(float((found.float() - right).norm() / right.norm()))
+            errors.append(float((output.float() - right).norm() / right.norm()))
         return own, errors
 
 
@@ -219,9 +219,9 @@ def sglang_layers(world: World, db: str) -> tuple[Status, int]:
         assert stand_ins.the_group().sums == mine + 1
         columns, rows = nn.Linear(K // 2, N, bias=False).requires_grad_(False), normal(8, K // 2, seed=world.rank)
         stand_ins.flags.tokens = 15
-        found = sys.modules["sglang.srt.layers.layernorm_sp"].column_parallel_g_matmul(columns, rows, None)
+        product = sys.modules["sglang.srt.layers.layernorm_sp"].column_parallel_g_matmul(columns, rows, None)
         whole = torch.cat([normal(8, K // 2, seed=rank) for rank in range(world.size)])
-        torch.testing.assert_close(found, columns(whole)[:15], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(product, columns(whole)[:15], rtol=1e-4, atol=1e-4)
         return autotax.torch.status(), mine
 
 
@@ -244,9 +244,9 @@ def vllm_merges(world: World, dbs: list[str]) -> list[int]:
             o, lse = partial(world, tokens)
             expected = getattr(stand_ins, name)(o, lse, group, None, True, base_on_e)
             before = group.sums
-            found = getattr(dcp, name)(o, lse, cp_group=group, return_lse=True, is_lse_base_on_e=base_on_e)
+            outputs = getattr(dcp, name)(o, lse, cp_group=group, return_lse=True, is_lse_base_on_e=base_on_e)
             own.append(group.sums - before)
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
         with mock.patch("autotax.nn.groups.capturing", return_value=True):
             thresholds.forget_winners()
             before = group.sums
@@ -272,9 +272,9 @@ def sglang_merges(world: World, db: str) -> list[int]:
             o, lse = partial(world, 8)
             expected = plain(o, lse, group, **more)  # type: ignore[operator]
             before = group.sums
-            found = getattr(comm, name)(o, lse, group, **more)
+            outputs = getattr(comm, name)(o, lse, group, **more)
             own.append(group.sums - before)
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
         merges.forget(group)
         return own
 
@@ -300,9 +300,9 @@ def vllm_norms(world: World, dbs: list[str]) -> list[int]:
             x, _ = layer(normal(tokens, K // world.size, seed=world.rank))
             norm = stand_ins.RMSNorm(weight, int(run is gemma))
             expected, before = plain(x.clone(), residual.clone(), norm), group.sums
-            found = run(x, residual, norm)
+            outputs = run(x, residual, norm)
             own.append(group.sums - before)
-            torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(tuple(outputs), tuple(expected), rtol=1e-4, atol=1e-4)
         fused = torch.ops.vllm.flashinfer_trtllm_fused_allreduce_norm
         calls = ((False, False, 8), (False, True, 8), (True, False, 8), (False, False, 30), (True, True, 8))
         for quant, with_out, tokens in calls:
@@ -316,7 +316,7 @@ def vllm_norms(world: World, dbs: list[str]) -> list[int]:
                 before = group.sums
                 call(*some[:2], weight, 1e-5, 2, True, True, 64, 1, some[2], quantised, None, scale, 0.0)
                 # With a quantised result alone the first tensor is free for anything.
-                tensors.append([each for each in (*some[quant and not with_out :], quantised) if each is not None])
+                tensors.append([tensor for tensor in (*some[quant and not with_out :], quantised) if tensor is not None])
             own.append(group.sums - before)
             for one, two in zip(*tensors, strict=True):
                 close = {"rtol": 0.08, "atol": 1e-2} if quant else {"rtol": 1e-4, "atol": 1e-4}
@@ -345,18 +345,18 @@ def sglang_norms(world: World, db: str) -> list[int]:
             norm, added = stand_ins.RMSNorm(weight), None if more is None else torch.ones_like(residual)
             expected = stand_ins._forward_with_allreduce_fusion(norm, x, residual, added, weight, use)
             before = group.sums
-            found = layernorm(norm, x, residual, added, weight, use)
+            outputs = layernorm(norm, x, residual, added, weight, use)
             own.append(group.sums - before)
-            torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(tuple(outputs), tuple(expected), rtol=1e-4, atol=1e-4)
         for gemma, out, two_shot in ((False, True, None), (True, False, None), (False, False, True)):
             x, residual, weight = norm_inputs(world, 8)
             options = {"world_size": 2, "gemma": gemma, "two_shot": two_shot}
             expected = stand_ins.all_reduce_residual_norm(x, residual, weight, 1e-5, **options)
             before, into = group.sums, residual if out else None
-            found = fused(x, residual, weight, 1e-5, residual_out=into, **options)
+            outputs = fused(x, residual, weight, 1e-5, residual_out=into, **options)
             own.append(group.sums - before)
-            assert not out or found[1] is residual
-            torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-4, atol=1e-4)
+            assert not out or outputs[1] is residual
+            torch.testing.assert_close(tuple(outputs), tuple(expected), rtol=1e-4, atol=1e-4)
         norms.forget(group)
         return own
 
@@ -378,9 +378,9 @@ def sums_left(world: World, layer: Any, norm: Any, run: Any, plain: Any) -> tupl
         was = isinstance(y, norms.Pending)
         if otherwise:
             torch.testing.assert_close(y * 2, 2 * product, **close)
-        found = run(y, residual.clone(), norm)
+        outputs = run(y, residual.clone(), norm)
         own.append((group.sums - before, was))
-        torch.testing.assert_close(tuple(found), tuple(expected), **close)
+        torch.testing.assert_close(tuple(outputs), tuple(expected), **close)
     return own, sum(call.calls for call in autotax.torch.status().calls if call.taken and "norm" in call.operator)
 
 
@@ -478,9 +478,9 @@ def vllm_compiled_norms(
             x = normal(tokens, blocks.layer.input_size_per_partition, seed=tokens + world.rank).bfloat16()
             residual = normal(tokens, blocks.layer.output_size, seed=7).bfloat16()
             with torch.no_grad(), inductor.patch(enable_auto_functionalized_v2=False):  # as vLLM sets it
-                found, expected = compiled(x, residual), blocks(x, residual)
+                outputs, expected = compiled(x, residual), blocks(x, residual)
             # A value that rounds otherwise gets the next code, up to an eighth away.
-            torch.testing.assert_close(found, expected, rtol=0.13 if kind is QuantisingBlock else 2e-2, atol=5e-2)
+            torch.testing.assert_close(outputs, expected, rtol=0.13 if kind is QuantisingBlock else 2e-2, atol=5e-2)
             calls = autotax.torch.status().calls
             kernels.append(sum(call.calls for call in calls if call.taken and "norm" in call.operator))
         return sum(fused), kernels, measured.call_count

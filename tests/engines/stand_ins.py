@@ -70,7 +70,7 @@ def plain_merge(o: Tensor, lse: Tensor, group: GroupCoordinator, base: float) ->
         every = [torch.empty_like(mine) for _ in range(group.world_size)]
         dist.all_gather(every, mine.contiguous(), group=group.device_group)
         os_and_lses.append(every)
-    outputs, lses = (torch.stack(each) for each in os_and_lses)
+    outputs, lses = (torch.stack(tensors) for tensors in os_and_lses)
     scaled = lses * math.log(base)
     return (torch.softmax(scaled, 0)[..., None] * outputs).sum(0), torch.logsumexp(scaled, 0) / math.log(base)
 
@@ -247,8 +247,8 @@ def cp_lse_ag_out_ar(
     cp_attn_out: Tensor, cp_attn_lse: Tensor, cp_group: GroupCoordinator, ctx: Any = None, return_lse: bool = False,
     is_lse_base_on_e: bool = True, seq_lens: Tensor | None = None, query_start_loc: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    found = plain_merge(cp_attn_out, cp_attn_lse, cp_group, math.e if is_lse_base_on_e else 2.0)
-    return found if return_lse else found[0]
+    pair = plain_merge(cp_attn_out, cp_attn_lse, cp_group, math.e if is_lse_base_on_e else 2.0)
+    return pair if return_lse else pair[0]
 
 
 class RMSNorm(nn.Module):
@@ -409,7 +409,7 @@ def vllm() -> Iterator[None]:
         vllm__model_executor__custom_op={"PluggableLayer": PluggableLayer, "op_registry_oot": op_registry_oot},
         vllm__config__vllm={"VllmConfig": VllmConfig},
         vllm__distributed__parallel_state={"get_tp_group": get_tp_group, "GroupCoordinator": GroupCoordinator},
-        vllm__v1__attention__ops__dcp={each.__name__: each for each in merges},
+        vllm__v1__attention__ops__dcp={merge.__name__: merge for merge in merges},
         vllm__models__common__ops__fused_allreduce_rms_norm={"fused_allreduce_rms_norm": fused_allreduce_rms_norm},
         vllm__models__some_model={"fused_allreduce_rms_norm": fused_allreduce_rms_norm},
         vllm__model_executor__layers__fused_allreduce_gemma_rms_norm={

@@ -202,10 +202,10 @@ COUNTED: dict[str, tuple[Config, int, list[tuple[str, int, int]]]] = {
 
 @pytest.mark.parametrize(("config", "ranks", "layers"), COUNTED.values(), ids=COUNTED.keys())
 def test_the_layers_of_a_model_are_those_that_a_rank_has(config: Config, ranks: int, layers: list[tuple[str, int, int]]) -> None:
-    found = architecture_of(config, ranks)
-    assert [("row" if each.row else "column", each.n, each.k) for each in found.layers] == layers
-    assert found.dtype == "bf16"
-    assert any("routed experts" in note for note in found.notes) == ("expert" in json.dumps(config))
+    architecture = architecture_of(config, ranks)
+    assert [("row" if layer.row else "column", layer.n, layer.k) for layer in architecture.layers] == layers
+    assert architecture.dtype == "bf16"
+    assert any("routed experts" in note for note in architecture.notes) == ("expert" in json.dumps(config))
 
 
 FORMS: dict[str, tuple[Config, bool, int]] = {
@@ -237,10 +237,10 @@ OUTPUTS: dict[str, tuple[Config, bool, int | None, str]] = {
 
 @pytest.mark.parametrize(("more", "train", "n", "reason"), OUTPUTS.values(), ids=OUTPUTS.keys())
 def test_the_output_layer_is_planned_or_the_plan_says_why_not(more: Config, train: bool, n: int | None, reason: str) -> None:
-    found = architecture_of(LLAMA_70B | more, 8, train=train)
-    [*said] = [note for note in found.notes if "output layer (lm_head) is left out" in note]
+    plan = architecture_of(LLAMA_70B | more, 8, train=train)
+    [*said] = [note for note in plan.notes if "output layer (lm_head) is left out" in note]
     assert len(said) == (n is None) and all(reason in note for note in said)
-    assert [each for each in found.layers if each.name == "output layer"] == ([Linear("output layer", n, 8192)] if n else [])
+    assert [layer for layer in plan.layers if layer.name == "output layer"] == ([Linear("output layer", n, 8192)] if n else [])
 
 
 def test_sizes_that_a_text_model_leaves_out_are_named() -> None:
@@ -290,8 +290,8 @@ def test_every_decoder_is_planned_or_refused_with_the_reason_and_another_way(kin
     known = kind.removesuffix("_text")
     config = ANY | {"model_type": kind}
     if known in FAMILIES:
-        found = architecture_of(config, 4).layers
-        assert found[:2] == (Linear("QKV", 1536, 4096), Linear("attention output", 4096, 1024, row=True))
+        layers = architecture_of(config, 4).layers
+        assert layers[:2] == (Linear("QKV", 1536, 4096), Linear("attention output", 4096, 1024, row=True))
         return
     with pytest.raises(UsageError, match="list the products of its layers in a file, and give that as --shapes") as refused:
         architecture_of(config, 4)
@@ -301,14 +301,14 @@ def test_every_decoder_is_planned_or_refused_with_the_reason_and_another_way(kin
 
 
 def test_a_layer_asks_for_what_its_numbers_of_tokens_allow() -> None:
-    found = architecture_of(LLAMA_70B, 8).problems([4, 64], kv_len=4096)
-    assert list(found)[:3] == [
+    problems = architecture_of(LLAMA_70B, 8).problems([4, 64], kv_len=4096)
+    assert list(problems)[:3] == [
         AllGatherGemm(64, 1280, 8192, "bf16", "m", 8),  # 8 ranks do not divide 4 tokens
         GemmReduceScatter(4, 8192, 1024, "bf16", "replicated", 8),
         GemmReduceScatter(64, 8192, 1024, "bf16", "replicated", 8),
     ]
-    assert found[GemmReduceScatter(64, 8192, 3584, "bf16", "scattered", 8)] == "down of the MLP"
-    assert {each for each in found if not isinstance(each, AllGatherGemm | GemmReduceScatter)} == {
+    assert problems[GemmReduceScatter(64, 8192, 3584, "bf16", "scattered", 8)] == "down of the MLP"
+    assert {problem for problem in problems if not isinstance(problem, AllGatherGemm | GemmReduceScatter)} == {
         problem
         for batch in (4, 64)
         for problem in (
@@ -320,8 +320,8 @@ def test_a_layer_asks_for_what_its_numbers_of_tokens_allow() -> None:
 
 
 def test_a_latent_cache_is_merged_but_not_attended_to() -> None:
-    found = architecture_of(DEEPSEEK_V3, 8).problems([16, 8192], kv_len=4096)
-    decode = [each for each in found if not isinstance(each, AllGatherGemm | GemmReduceScatter)]
+    problems = architecture_of(DEEPSEEK_V3, 8).problems([16, 8192], kv_len=4096)
+    decode = [problem for problem in problems if not isinstance(problem, AllGatherGemm | GemmReduceScatter)]
     assert decode == [HeadGather(16, 128, 576, "bf16", 8), DecodeMerge(16, 128, 512, "bf16", 8, "head_scatter")]
 
 
@@ -331,17 +331,17 @@ DYNAMIC = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "
 
 
 def norms_of(config: Config, tokens: list[int], **more: Any) -> dict[AllReduceNorm, str]:
-    found = architecture_of(config, 2).problems(tokens, **more)
-    return {problem: layers for problem, layers in found.items() if isinstance(problem, AllReduceNorm)}
+    problems = architecture_of(config, 2).problems(tokens, **more)
+    return {problem: layers for problem, layers in problems.items() if isinstance(problem, AllReduceNorm)}
 
 
 def test_residual_and_norm_behind_a_sum_are_a_problem() -> None:
-    found = norms_of(LLAMA_70B | RMS, [4, 8192, 16384])  # the operator takes 8192 rows at most
+    norms = norms_of(LLAMA_70B | RMS, [4, 8192, 16384])  # the operator takes 8192 rows at most
     alone = [AllReduceNorm(m, 8192, "bf16", 2, "added") for m in (4, 8192)]
     behind = [AllReduceNorm(4, 8192, "bf16", 2, "added", k=k) for k in (4096, 14336)]
-    assert set(found) == {*alone, *behind}
-    found = {problem: layers for problem, layers in found.items() if not problem.k}
-    assert set(found.values()) == {"norm behind attention output, norm behind down of the MLP"}
+    assert set(norms) == {*alone, *behind}
+    norms = {problem: layers for problem, layers in norms.items() if not problem.k}
+    assert set(norms.values()) == {"norm behind attention output, norm behind down of the MLP"}
     assert not norms_of(LLAMA_70B | RMS, [4], train=True)
     fields = {(problem.quant, problem.k, problem.quantize) for problem in norms_of(LLAMA_70B | RMS | STATIC, [4])}
     behind = {(quant, k, "static") for quant in ("none", "tensor") for k in (4096, 14336)}
@@ -359,35 +359,35 @@ def test_other_orders_of_sum_residual_and_norm_are_left_out() -> None:
 
 @pytest.mark.parametrize(("engine", "asked"), [("vllm", 3), ("sglang", 3), ("torch", 0)])
 def test_plugins_of_engines_ask_for_norms(engine: str, asked: int) -> None:
-    found = asked_by(engine, architecture_of(LLAMA_70B | RMS, 2).problems([4]))
-    assert sum(isinstance(problem, AllReduceNorm) for problem in found) == asked
+    problems = asked_by(engine, architecture_of(LLAMA_70B | RMS, 2).problems([4]))
+    assert sum(isinstance(problem, AllReduceNorm) for problem in problems) == asked
 
 
 def test_the_backward_takes_the_weights_the_other_way() -> None:
     whole, forward = (architecture_of(MIXTRAL_8X7B, 4).problems([64], train=train) for train in (True, False))
-    assert {each: layer for each, layer in whole.items() if each not in forward} == {
+    assert {problem: layer for problem, layer in whole.items() if problem not in forward} == {
         GemmReduceScatter(64, 4096, 1536, "bf16", "scattered", 4, "kn"): "QKV, backward",
         AllGatherGemm(64, 1024, 4096, "bf16", "m", 4, "kn"): "attention output, backward",
     }
 
 
 def test_products_that_are_apart_are_as_wide_as_the_widest() -> None:
-    found = architecture_of(LLAMA_70B, 8, split=True)
-    assert found.layers[0] == Linear("Q, K, V", 1024, 8192)
-    assert found.layers[2] == Linear("gate, up of the MLP", 3584, 8192)
+    architecture = architecture_of(LLAMA_70B, 8, split=True)
+    assert architecture.layers[0] == Linear("Q, K, V", 1024, 8192)
+    assert architecture.layers[2] == Linear("gate, up of the MLP", 3584, 8192)
 
 
 def test_layers_of_the_same_shape_are_one_problem() -> None:
-    found = architecture_of(grouped("llama", 4096, 32, 32, intermediate_size=4096), 2).problems([1], dtype="fp16")
-    assert found == {GemmReduceScatter(1, 4096, 2048, "fp16", "replicated", 2): "attention output, down of the MLP"}
+    problems = architecture_of(grouped("llama", 4096, 32, 32, intermediate_size=4096), 2).problems([1], dtype="fp16")
+    assert problems == {GemmReduceScatter(1, 4096, 2048, "fp16", "replicated", 2): "attention output, down of the MLP"}
 
 
 def test_a_model_that_sees_has_its_text_inside(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     seeing = {"model_type": "mistral3", "dtype": "float16", "text_config": MISTRAL_NEMO | {"torch_dtype": None}}
     path.write_text(json.dumps(seeing))
-    found = read_architecture(path, 4)
-    assert (found.family, found.dtype, found.layers) == ("mistral", "fp16", architecture_of(MISTRAL_NEMO, 4).layers)
+    model = read_architecture(path, 4)
+    assert (model.family, model.dtype, model.layers) == ("mistral", "fp16", architecture_of(MISTRAL_NEMO, 4).layers)
 
 
 WRONG: dict[str, tuple[Config, str]] = {
@@ -463,9 +463,9 @@ def test_tokens_that_are_no_numbers_are_refused(text: str) -> None:
 def test_a_model_of_fp8_weights_has_problems_of_fp8(stated: object, scales: str, quantize: str) -> None:
     architecture = architecture_of({**LLAMA_70B, "quantization_config": stated}, 2)
     for problem in architecture.problems([64]):
-        told = problem.to_dict()
-        assert (told.get("scales", ""), told.get("quantize", "")) == (scales, quantize)
-        assert told["dtype"] == ("e4m3" if scales else "bf16")
+        fields = problem.to_dict()
+        assert (fields.get("scales", ""), fields.get("quantize", "")) == (scales, quantize)
+        assert fields["dtype"] == ("e4m3" if scales else "bf16")
         behind_norm = problem.op == "all-reduce-norm"
-        assert (told.get("accumulate") == "fast") == (quantize in ("row", "static") and not behind_norm)
+        assert (fields.get("accumulate") == "fast") == (quantize in ("row", "static") and not behind_norm)
     assert {problem.dtype for problem in architecture.problems([64], dtype="fp16")} == {"fp16"}

@@ -35,10 +35,10 @@ def test_the_stand_ins_keep_the_contracts(package: str) -> None:
 
 def wheel_of(package: str) -> zipfile.ZipFile:
     folder = os.environ.get("AUTOTAX_WHEELS")
-    found = sorted(Path(folder).glob(f"{package}-*.whl")) if folder else []
-    if not found:
+    wheels = sorted(Path(folder).glob(f"{package}-*.whl")) if folder else []
+    if not wheels:
         pytest.skip(f"no wheel of {package} in AUTOTAX_WHEELS")
-    return zipfile.ZipFile(found[-1])
+    return zipfile.ZipFile(wheels[-1])
 
 
 @pytest.mark.parametrize(("package", "contract"), ALL, ids=lambda value: value.name if isinstance(value, Contract) else value)
@@ -46,12 +46,12 @@ def test_the_wheels_keep_the_contracts(package: str, contract: Contract) -> None
     with wheel_of(package) as wheel:
         tree: ast.AST = ast.parse(wheel.read(contract.module.replace(".", "/") + ".py"))
     for part in contract.name.split("."):
-        named = [each for each in ast.walk(tree) if getattr(each, "name", "") == part]  # some are defined in an `if`
+        named = [node for node in ast.walk(tree) if getattr(node, "name", "") == part]  # some are defined in an `if`
         assert named, f"no {part} in {contract.module}"
         tree = named[-1]
     assert isinstance(tree, ast.FunctionDef)
     arguments = tree.args
-    assert tuple(each.arg for each in (*arguments.args, *arguments.kwonlyargs)) == contract.parameters
+    assert tuple(argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)) == contract.parameters
 
 
 FIELDS = (
@@ -66,8 +66,8 @@ FIELDS = (
 def test_the_wheel_of_vllm_says_how_weights_are_quantised(path: str, name: str, fields: set[str]) -> None:
     with wheel_of("vllm") as wheel:
         tree = ast.parse(wheel.read(f"vllm/model_executor/{path}"))
-    (kept,) = [each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == name]
-    assert fields <= {ast.unparse(each.target) for each in kept.body if isinstance(each, ast.AnnAssign)}
+    (kept,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
+    assert fields <= {ast.unparse(statement.target) for statement in kept.body if isinstance(statement, ast.AnnAssign)}
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -75,7 +75,7 @@ def test_the_extension_of_vllm_declares_its_norms_that_quantise(name: str) -> No
     with wheel_of("vllm") as wheel:
         (extension,) = [path for path in wheel.namelist() if path.startswith("vllm/_C_stable")]
         (arguments,) = set(re.findall(rb"%b\(([^)]*)\) -> \(\)" % name.encode(), wheel.read(extension)))
-    assert [each.split()[-1] for each in arguments.decode().split(", ")] == SCHEMAS[name].split()
+    assert [argument.split()[-1] for argument in arguments.decode().split(", ")] == SCHEMAS[name].split()
 
 
 PEERS = (

@@ -39,7 +39,7 @@ SIGNATURES = {
 @pytest.mark.parametrize(("function", "signature"), SIGNATURES.items(), ids=lambda value: getattr(value, "__qualname__", ""))
 def test_signatures_are_those_of_the_engines(function: Callable[..., Any], signature: str) -> None:
     parameters = inspect.signature(function).parameters.values()
-    assert ", ".join(str(each.replace(annotation=inspect.Parameter.empty)) for each in parameters) == signature
+    assert ", ".join(str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters) == signature
 
 
 @dataclass
@@ -70,8 +70,8 @@ def own(whole: Tensor, world: World) -> Tensor:
     return whole[:, world.rank * share : (world.rank + 1) * share]
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+def close(output: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
 
 
 def calls_of_vllm(world: World) -> int:

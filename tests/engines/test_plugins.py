@@ -41,24 +41,24 @@ def winners(tmp_path: Path) -> str:
 
 
 def test_a_row_parallel_layer_of_vllm_sums_as_its_winners_say(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
-    for told, sums, classes in ranks.run(checks.vllm_layers, winners(tmp_path)):
+    for status, sums, classes in ranks.run(checks.vllm_layers, winners(tmp_path)):
         assert classes == ["RowParallelLinear"] * 5
         # 16 and 14 tokens have a winner; for 50 the product and vLLM's own sum are the fastest.
         assert sums == {"plain": 1, "bias to be added later": 1, "bias": 3, "quantized": 3, "without a winner": 3}
-        assert (told.taken, told.left) == (4, 2), str(told)
-        assert "a product and then an all-reduce are the fastest" in str(told)
+        assert (status.taken, status.left) == (4, 2), str(status)
+        assert "a product and then an all-reduce are the fastest" in str(status)
 
 
 def test_a_compiled_layer_of_vllm_is_one_opaque_operator(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
-    for told in ranks.run(checks.vllm_compiled, winners(tmp_path)):
-        assert (told.taken, told.left) == (3, 0), str(told)
+    for status in ranks.run(checks.vllm_compiled, winners(tmp_path)):
+        assert (status.taken, status.left) == (3, 0), str(status)
 
 
 def test_layers_of_sglang_gather_and_sum_as_their_winners_say(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
-    for told, sums in ranks.run(checks.sglang_layers, winners(tmp_path)):
+    for status, sums in ranks.run(checks.sglang_layers, winners(tmp_path)):
         assert sums == 0
-        assert told.taken == 2, str(told)
-        assert {each.runs for each in told.calls if each.taken} == {str(PUSH), str(ONE)}
+        assert status.taken == 2, str(status)
+        assert {call.runs for call in status.calls if call.taken} == {str(PUSH), str(ONE)}
 
 
 def fp8_winners(path: Path) -> str:
@@ -78,18 +78,18 @@ FEW = [0, 0, 1]
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.volume)], ids=["eager", "compiled"])
 def test_fp8_layers_of_vllm_are_ours_for_numbers_of_tokens_with_a_winner(ranks: Ranks, tmp_path: Path, compiled: bool) -> None:  # noqa: F811
-    for told, own, lines in ranks.run(checks.vllm_fp8, fp8_winners(tmp_path / "a.db"), compiled, timeout=120):
+    for status, own, lines in ranks.run(checks.vllm_fp8, fp8_winners(tmp_path / "a.db"), compiled, timeout=120):
         assert own == [*FEW * 4, *[1] * 6]
-        assert (told.taken, told.left) == (8, 4), str(told)
+        assert (status.taken, status.left) == (8, 4), str(status)
         assert "autotax leaves odd as it is: scales of its blocks are powers of two" in lines
         assert "autotax leaves odd as it is: its inputs have an upper bound of scales" in lines
         assert "autotax serves channel for 13 to 16 tokens" in lines
 
 
 def test_fp8_layers_of_sglang_are_ours_for_numbers_of_tokens_with_a_winner(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
-    for told, own, lines in ranks.run(checks.sglang_fp8, fp8_winners(tmp_path / "a.db"), timeout=120):
+    for status, own, lines in ranks.run(checks.sglang_fp8, fp8_winners(tmp_path / "a.db"), timeout=120):
         assert own == [*FEW * 5, *[1] * 3]
-        assert (told.taken, told.left) == (10, 5), str(told)
+        assert (status.taken, status.left) == (10, 5), str(status)
         left = f"autotax leaves a layer of {checks.N8} x 256 as it is"
         assert f"{left}: scales of its blocks are powers of two" in lines
 
@@ -108,8 +108,8 @@ def test_fp8_layers_of_sglangs_sequence_parallel_region_are_ours_where_they_have
 
 
 def test_fp8_layers_without_winners_are_the_frameworks(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
-    for told, own, lines in ranks.run(checks.vllm_fp8, database(tmp_path / "none.db", {}), False, timeout=120):
-        assert own == [1] * 18 and (told.taken, told.left) == (0, 0)
+    for status, own, lines in ranks.run(checks.vllm_fp8, database(tmp_path / "none.db", {}), False, timeout=120):
+        assert own == [1] * 18 and (status.taken, status.left) == (0, 0)
         assert "autotax leaves block as it is: no winner is faster for any number of tokens" in lines
 
 
@@ -135,8 +135,8 @@ def test_ranks_with_other_winners_leave_all_to_the_framework(ranks: Ranks, tmp_p
     nothing = database(tmp_path / "none.db", {})
     assert ranks.run(checks.vllm_merges, [merge_winners(tmp_path / "a.db"), nothing]) == [[1] * 6] * 2
     (tmp_path / "more").mkdir()
-    for told, sums in ranks.run(checks.vllm_with_databases, [winners(tmp_path / "more"), nothing]):
-        assert (told.taken, told.left, sums) == (0, 0, 1)
+    for status, sums in ranks.run(checks.vllm_with_databases, [winners(tmp_path / "more"), nothing]):
+        assert (status.taken, status.left, sums) == (0, 0, 1)
 
 
 def normed(quant: str = "none", offset: int = 0) -> AllReduceNorm:
@@ -222,8 +222,8 @@ def test_a_norm_that_vllm_has_fused_with_a_quantiser_is_a_part_of_the_operator(
 ) -> None:
     db = normed_products(tmp_path / "a.db", quantize, quant)
     calls = [2, 3, 3, 4] if us[2] == 1.0 else [1, 1, 1, 1]
-    found = ranks.run(checks.vllm_compiled_norms, db, us, quantize, checks.QuantisingBlock, timeout=240)
-    assert found == [(1, calls, 3)] * 2
+    counts = ranks.run(checks.vllm_compiled_norms, db, us, quantize, checks.QuantisingBlock, timeout=240)
+    assert counts == [(1, calls, 3)] * 2
 
 
 def test_a_norm_of_vllm_with_other_arguments_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_plugins_are_entry_points_that_import_nothing() -> None:
     for group, module in (("vllm.general_plugins", vllm), ("sglang.srt.plugins", sglang)):
         text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
         assert f'[project.entry-points."{group}"]\nautotax = "{module.__name__}:register"' in text
-        assert all(each.value == f"{module.__name__}:register" for each in entry_points(group=group) if each.name == "autotax")
+        assert all(entry.value == f"{module.__name__}:register" for entry in entry_points(group=group) if entry.name == "autotax")
     code = "import sys, autotax.engines.vllm, autotax.engines.sglang; print({'torch', 'triton', 'vllm'} & {*sys.modules})"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280)
-    assert told.stdout.strip() == "set()"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280)
+    assert process.stdout.strip() == "set()"

@@ -42,8 +42,8 @@ def test_a_small_llama_trains_as_with_torchtitans_own_collectives(ranks: Ranks, 
     forward: list[Problem] = [scatter(ROWS, DIM, DIM // WORLD), scatter(ROWS, DIM, HIDDEN)]
     kept: dict[Problem, Config] = {gather(ROWS, columns, DIM): ONE for columns in (QKV, HIDDEN)}
     kept |= {problem: usual(problem, "decomposed") for problem in forward}
-    for default, fused, told in ranks.run(titan.trained, database(tmp_path / "a.db", kept), timeout=250):
+    for default, fused, status in ranks.run(titan.trained, database(tmp_path / "a.db", kept), timeout=250):
         assert fused == pytest.approx(default, rel=1e-5)
         assert fused[-1] < fused[0] - 0.1, "it learns"
-        assert told.taken + told.left == CALLS_OF_A_LAYER * LAYERS * STEPS, str(told)
-        assert told.taken == 4 * LAYERS * STEPS, f"all products of the forward, {told}"
+        assert status.taken + status.left == CALLS_OF_A_LAYER * LAYERS * STEPS, str(status)
+        assert status.taken == 4 * LAYERS * STEPS, f"all products of the forward, {status}"

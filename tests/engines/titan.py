@@ -32,10 +32,10 @@ def trained(world: World, db: str) -> tuple[list[float], list[float], Status]:
     default, _ = _losses(world, "default", [])
     override = [("autotax.engines.torchtitan.tuned", {"db": db})]
     try:
-        fused, told = _losses(world, "dist_gemm", override)
+        fused, status = _losses(world, "dist_gemm", override)
     finally:
         autotax.torch.uninstall()
-    return default, fused, told
+    return default, fused, status
 
 
 def _losses(world: World, backend: str, overrides: list[Any]) -> tuple[list[float], Status]:

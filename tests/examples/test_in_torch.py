@@ -49,20 +49,20 @@ def run_on_two_ranks(script: str, db: Path) -> list[str]:
         for rank in range(2)
     ]
     try:
-        told = [rank.communicate(timeout=280)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=280)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
-    return told
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    return outputs
 
 
 @pytest.mark.volume
 def test_the_example_of_fp8_runs(tmp_path: Path) -> None:
     assert len((ROOT / "examples/fp8_in_torch.py").read_text().splitlines()) <= 40
-    for rank, told in enumerate(run_on_two_ranks("fp8_in_torch.py", tmp_path / "none.db")):
-        assert f"rank {rank}: (8, 256) to (8, 256), torch.bfloat16, finite: True" in told
+    for rank, output in enumerate(run_on_two_ranks("fp8_in_torch.py", tmp_path / "none.db")):
+        assert f"rank {rank}: (8, 256) to (8, 256), torch.bfloat16, finite: True" in output
 
 
 @pytest.mark.parametrize("example", ["in_torch", *volume("all_reduce_norm")])
@@ -73,9 +73,9 @@ def test_an_example_runs_what_is_tuned_and_agrees_with_torch(tmp_path: Path, exa
     assert config is not None
     with Store.open(db) as winners:
         keep_winner(winners, problem, config, here, environment("cpu"), ON_CPU)
-    told = run_on_two_ranks(f"{example}.py", db)
-    assert str(config) in told[0]
-    assert all(told[0].count(line) == lines.count(line) or "error" in line for line in lines), told[0]
+    outputs = run_on_two_ranks(f"{example}.py", db)
+    assert str(config) in outputs[0]
+    assert all(outputs[0].count(line) == lines.count(line) or "error" in line for line in lines), outputs[0]
 
 
 @pytest.mark.volume

@@ -68,11 +68,11 @@ def test_the_conformance_suite_takes_an_operator_of_ones_own() -> None:
 def test_tuned_looked_up_and_run(tmp_path: Path, op: str, sizes: dict[str, int], variants: list[str]) -> None:
     problem = operators()[op].problem(**sizes, dtype="fp32", world_size=2)
     db = str(tmp_path / "own.db")
-    told = []
+    progress = []
     verdict = autotax.tune(
-        problem, trials=3, variants=variants, soak=2, db=db, backend="cpu", on_progress=lambda now: told.append(now.done)
+        problem, trials=3, variants=variants, soak=2, db=db, backend="cpu", on_progress=lambda now: progress.append(now.done)
     )
-    assert verdict.winner is not None and told
+    assert verdict.winner is not None and progress
     answer = autotax.lookup(problem, hardware=verdict.hardware, db=db)
     assert answer.match == "exact" and answer.variant == verdict.winner.measurement.config.variant
     with Ranks(2, modules=("reduce_scatter_add", VARIANT)) as ranks:

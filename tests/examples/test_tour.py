@@ -49,8 +49,8 @@ def in_jupyter(folder: Path) -> list[str]:
     notebook = nbformat.read(TOUR, 4)
     nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}).execute()
     shown = [[output.get("data", {}) for output in cell["outputs"]] for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert sum("<svg" in data.get("text/html", "") for each in shown for data in each) >= 1
-    return ["\n".join(data.get("text/plain", "") for data in each) for each in shown]
+    assert sum("<svg" in data.get("text/html", "") for outputs in shown for data in outputs) >= 1
+    return ["\n".join(data.get("text/plain", "") for data in outputs) for outputs in shown]
 
 
 @pytest.mark.volume

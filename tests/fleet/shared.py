@@ -27,13 +27,13 @@ HERE = str(Path(__file__).parents[2])
 
 def left_running(mark: str) -> list[str]:
     """Command lines of the test's tuners, ranks and tasks that still run, whatever their parent is now."""
-    found = []
+    commands = []
     for process in psutil.process_iter(["cmdline", "environ", "status"]):
         command = " ".join(process.info["cmdline"] or ()).replace(HERE, "")  # which a checkout may have called autotax
         ours = any(name in command for name in ("autotax", "tests.fleet", "submitit"))
         if ours and (process.info["environ"] or {}).get(MARK) == mark and process.pid != os.getpid():
-            found.append(command)
-    return [command for command in found if "pytest" not in command and "autotax-pg" not in command]
+            commands.append(command)
+    return [command for command in commands if "pytest" not in command and "autotax-pg" not in command]
 
 
 @contextmanager
@@ -52,13 +52,13 @@ def wait_until(done: Callable[[], bool], seconds: float, tell: Callable[[], str]
 def searched(url: str) -> dict[tuple[str, int], Counter[str]]:
     """The number of trials of each config, by kind of hardware and problem: no trial may be lost or repeated."""
     with Store.open(url, create=False) as store:
-        found: dict[tuple[str, int], Counter[str]] = {}
+        counts: dict[tuple[str, int], Counter[str]] = {}
         for trial in store.trials():
             assert trial.run
             if "stage" not in trial.conditions:
                 key = trial.run.hardware.digest, trial.run.problem.m  # type: ignore[attr-defined]
-                found.setdefault(key, Counter())[trial.config.digest] += 1
-        return found
+                counts.setdefault(key, Counter())[trial.config.digest] += 1
+        return counts
 
 
 def assert_all_tuned_once(url: str, kinds: list[Hardware]) -> None:

@@ -49,7 +49,7 @@ def shapes(tmp_path: Path) -> Path:
     ],
 )
 def test_bad_input_is_one_line(run: Run, shapes: Path, asked: list[str], words: str) -> None:
-    given = [str(shapes) if each == "SHAPES" else each for each in asked]
+    given = [str(shapes) if argument == "SHAPES" else argument for argument in asked]
     assert words in run("fleet", "tune", *given, *([] if "--db" in asked else SERVER)).complaint
 
 
@@ -100,8 +100,8 @@ def test_ranks_unless_given_are_the_gpus_of_each_kind(tmp_path: Path) -> None:
     (path := tmp_path / "s.toml").write_text("[[all-gather-gemm]]\nm = 512\nn = 512\nk = 512\n")
     kinds = (H200, replace(H200, count=8))
     options = ProblemOptions(), DeployOptions(), SearchOptions(shapes=path), MachineOptions()
-    found = [jobs_on(kind, *options)[0].problem.world_size for kind in kinds]
-    assert found == [4, 8]
+    sizes = [jobs_on(kind, *options)[0].problem.world_size for kind in kinds]
+    assert sizes == [4, 8]
 
 
 def test_a_problem_that_does_not_fit_a_kind_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,8 +83,8 @@ def drive(
     ear: Ear | None = None,
     **order: Any,
 ) -> FleetOutcome:
-    told = {"lease_s": 9.0, "patience_s": 30.0} | order
-    driver = Driver(new_order(url, **told), engine, jobs, ear or Ear(), poll_s=0.1, grace_s=5.0)
+    settings = {"lease_s": 9.0, "patience_s": 30.0} | order
+    driver = Driver(new_order(url, **settings), engine, jobs, ear or Ear(), poll_s=0.1, grace_s=5.0)
     outcome = driver.run()
     assert engine.closed
     return outcome
@@ -105,7 +105,7 @@ def late(bench: StandInBench, until: Callable[[], object]) -> StandInBench:
 def together(*benches: StandInBench) -> Threads:
     """No bench answers before all have been asked for a probe, so that every worker gets work."""
     for bench in benches:
-        bench.waiting = lambda: not all(each.probed for each in benches)
+        bench.waiting = lambda: not all(peer.probed for peer in benches)
     return Threads(*benches)
 
 
@@ -134,8 +134,8 @@ def test_problems_that_do_not_fit_a_kind_are_none_of_it(url: str) -> None:
     ear = Ear()
     outcome = drive(url, Threads(StandInBench(), StandInBench(hardware=B200)), jobs, ear)
     assert outcome.done and outcome.snapshot.count("tuned") == 1
-    (told,) = [event for event in ear.heard if event["event"] == "nothing to tune"]
-    assert (told["kind"], told["told"]) == (B200.digest, "world size is 8; this machine has 4 GPUs")
+    (report,) = [event for event in ear.heard if event["event"] == "nothing to tune"]
+    assert (report["kind"], report["told"]) == (B200.digest, "world size is 8; this machine has 4 GPUs")
 
 
 def test_a_host_that_joins_after_another_has_left_is_waited_for(url: str) -> None:
@@ -230,12 +230,12 @@ def test_a_worker_that_the_engine_lost_frees_its_problem_at_once(url: str) -> No
         """The worker in slot 0 dies with its node as soon as it has begun."""
 
         def watch(self) -> list[Notice]:
-            found = super().watch()
+            notices = super().watch()
             if self.benches[0].jobs and 0 not in self.told and self.workers[0].claim:
                 self.told.add(0)
                 self.workers[0]._queue = _Gone()  # type: ignore[assignment]
-                found.append(Notice(0, True, "its node died"))
-            return found
+                notices.append(Notice(0, True, "its node died"))
+            return notices
 
     engine = Losing(StandInBench("silence"), late(StandInBench(), lambda: 0 in engine.told))
     ear = Ear()

@@ -49,9 +49,9 @@ def test_sixteen_workers_at_once_claim_every_problem_once(
                 assert mine.finish(host, claim.id, "tuned", str(number), 0.0)
 
     assert at_once(WRITERS, claim_all) == [0] * WRITERS
-    found = claims(desk)
-    assert len(found) == PROBLEMS and {row.outcome for row in found.values()} == {"tuned"}
-    assert {row.lapses for row in found.values()} == {0}, "nobody took what another one held"
+    rows = claims(desk)
+    assert len(rows) == PROBLEMS and {row.outcome for row in rows.values()} == {"tuned"}
+    assert {row.lapses for row in rows.values()} == {0}, "nobody took what another one held"
 
 
 def test_claims_of_sixteen_workers_of_which_half_are_killed(desk: ClaimQueue, url: str) -> None:
@@ -81,9 +81,9 @@ def test_claims_of_sixteen_workers_of_which_half_are_killed(desk: ClaimQueue, ur
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [-signal.SIGKILL, 0] * (WRITERS // 2)
-    found = claims(desk)
-    assert {row.outcome for row in found.values()} == {"tuned"}
-    assert sum(row.lapses for row in found.values()) >= WRITERS // 2, "the claims of the killed ones lapsed"
+    rows = claims(desk)
+    assert {row.outcome for row in rows.values()} == {"tuned"}
+    assert sum(row.lapses for row in rows.values()) >= WRITERS // 2, "the claims of the killed ones lapsed"
 
 
 def test_problems_are_claimed_in_their_order_once_for_each_kind(desk: ClaimQueue) -> None:
@@ -315,8 +315,8 @@ def test_an_edited_row_is_one_line_and_nothing_else(desk: ClaimQueue, place: str
     table, column = place.split(".")
     with desk.engine.begin() as connection:
         (kept,) = connection.execute(text(f"SELECT {column} FROM {table}")).one()
-        told = json.dumps(_put(kept, path, wrong))
-        connection.execute(text(f"UPDATE {table} SET {column} = CAST(:told AS JSON)"), {"told": told})
+        document = json.dumps(_put(kept, path, wrong))
+        connection.execute(text(f"UPDATE {table} SET {column} = CAST(:told AS JSON)"), {"told": document})
     with pytest.raises(MachineError, match="a row of a fleet that is malformed") as raised:
         desk.attend(FLEET, LEASE_S)
         desk.beat("a", FLEET, None, LEASE_S, 300.0)

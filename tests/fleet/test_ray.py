@@ -71,12 +71,12 @@ def test_two_nodes_an_interrupt_and_the_same_command_again(cluster: Any, url: st
         second = command(cluster, url, shapes)
         out, err = second.communicate(timeout=120)
         assert second.returncode == 0, err
-    told = [json.loads(line) for line in out.splitlines()]
-    (dealt,) = [event for event in told if event["event"] == "problems dealt"]
+    events = [json.loads(line) for line in out.splitlines()]
+    (dealt,) = [event for event in events if event["event"] == "problems dealt"]
     assert dealt["tuned_already"] >= 1 and dealt["due"] + dealt["tuned_already"] == 3
-    assert told[-1]["event"] == "done" and len(told[-1]["winners"]) == 3
+    assert events[-1]["event"] == "done" and len(events[-1]["winners"]) == 3
     hosts = {event["host"] for event in heard if event["event"] == "host joined"}
-    assert {winner["host"] for winner in told[-1]["winners"]} <= hosts
+    assert {winner["host"] for winner in events[-1]["winners"]} <= hosts
     assert_all_tuned_once(url, [detect("cpu")])
 
 
@@ -94,7 +94,7 @@ def test_four_nodes_of_two_kinds_one_of_which_is_killed_at_work(cluster: Any, ur
             return
         slot = int(event["host"].partition("#")[2])
         where = placement_group_table(engine._group)["bundles_to_node_id"][slot]  # type: ignore[attr-defined]
-        (node,) = [each for each in cluster.list_all_nodes() if each.node_id == where]
+        (node,) = [candidate for candidate in cluster.list_all_nodes() if candidate.node_id == where]
         if node is not cluster.head_node:
             killed.append(event["problem"])
             cluster.remove_node(node, allow_graceful=False)

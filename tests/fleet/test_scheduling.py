@@ -48,8 +48,8 @@ def test_what_took_long_before_comes_first() -> None:
     jobs = [a_job(number) for number in range(3)]
     earlier = [took(jobs[0], 90.0), took(jobs[0], 5.0), took(jobs[1], 30.0, B200)]
     assert order_of(jobs, earlier=earlier) == [jobs[0], jobs[1], jobs[2]]
-    found = deal(jobs, Index([]), H200, HERE, earlier)  # type: ignore[arg-type]
-    assert [due.estimate_s for due in found] == [90.0, 30.0, None]
+    schedule = deal(jobs, Index([]), H200, HERE, earlier)  # type: ignore[arg-type]
+    assert [due.estimate_s for due in schedule] == [90.0, 30.0, None]
 
 
 def test_what_was_never_tuned_takes_what_others_of_its_sizes_took() -> None:

@@ -61,12 +61,12 @@ def test_many_hosts_fit_on_one_screen() -> None:
 
 
 def test_json_is_an_event_a_line_and_logs_are_lines() -> None:
-    told: list[str] = []
-    lines = EventLines(told.append)
+    output: list[str] = []
+    lines = EventLines(output.append)
     lines.show(NOW, events(Snapshot(), NOW))
-    found = [json.loads(line) for line in told]
-    assert [each["event"] for each in found] == ["host joined", "problem begun", "progress"]
-    assert (found[2]["left"], found[2]["hosts"], found[2]["waiting_for_hosts"], found[2]["kinds"]) == (2, 1, 1, {"k1": 1})
+    records = [json.loads(line) for line in output]
+    assert [record["event"] for record in records] == ["host joined", "problem begun", "progress"]
+    assert (records[2]["left"], records[2]["hosts"], records[2]["waiting_for_hosts"], records[2]["kinds"]) == (2, 1, 1, {"k1": 1})
     console = Console(file=io.StringIO(), width=300)
     FleetLines(console).show(NOW, events(Snapshot(), NOW))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
@@ -84,9 +84,9 @@ def test_hosts_of_a_kind_that_differ_by_more_than_a_tenth_are_named() -> None:
     measured += [("k", "p", "c", "b", 109.0), ("k", "p", "c", "c", 125.0)]
     measured += [("k", "q", "c", "c", 90.0), ("k", "q", "c", "a", 100.0)]  # of one pair the widest gap counts
     measured += [("k2", "p", "c", "d", 500.0), ("k", "p", "other config", "b", 900.0), ("k", "alone", "c", "a", 1.0)]
-    found = gaps(measured)
-    assert [(gap.slow, gap.fast, gap.problem, round(gap.ratio, 3)) for gap in found] == [("c", "a", "p", 1.25)]
-    assert str(found[0]) == "c is 25 % slower than a at BSP of p (125.0 us against 100.0 us)"
+    pairs = gaps(measured)
+    assert [(gap.slow, gap.fast, gap.problem, round(gap.ratio, 3)) for gap in pairs] == [("c", "a", "p", 1.25)]
+    assert str(pairs[0]) == "c is 25 % slower than a at BSP of p (125.0 us against 100.0 us)"
     assert gaps([("k", "p", "c", "a", 100.0), ("k", "p", "c", "b", 110.0)]) == []
 
 
@@ -95,8 +95,8 @@ def test_the_end_tells_winners_by_kind_what_failed_and_slow_hosts() -> None:
     kind = winner.hardware.digest
     failed = replace(CLAIM, outcome="failed", failed_on="node-1", told="nothing could be verified", holder=None)
     lost = replace(HOST, id="h2", name="node-2", state="lost", note="its node died")
-    found = gaps([(kind, "p", "c", "a", 100.0), (kind, "p", "c", "b", 150.0)])
-    outcome = FleetOutcome(replace(NOW, hosts=(HOST, lost), claims=(failed, OTHER)), (Won(winner, "node-1"),), tuple(found))
+    pairs = gaps([(kind, "p", "c", "a", 100.0), (kind, "p", "c", "b", 150.0)])
+    outcome = FleetOutcome(replace(NOW, hosts=(HOST, lost), claims=(failed, OTHER)), (Won(winner, "node-1"),), tuple(pairs))
     console = Console(file=io.StringIO(), width=200)
     console.print(tables(outcome))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
@@ -105,9 +105,9 @@ def test_the_end_tells_winners_by_kind_what_failed_and_slow_hosts() -> None:
                  "slow host: b is 50 % slower than a", "1 problems are left: run the same command again to go on"):  # fmt: skip
         assert said in shown, (said, shown)
     assert not outcome.done and len(remarks(outcome)) == 4
-    told = document(outcome)
-    assert json.loads(json.dumps(told))["winners"][0]["host"] == "node-1" and told["event"] == "ended"
-    assert (told["failed"][0]["told"], told["left"], told["slow_hosts"][0]["slow"]) == ("nothing could be verified", 1, "b")
+    report = document(outcome)
+    assert json.loads(json.dumps(report))["winners"][0]["host"] == "node-1" and report["event"] == "ended"
+    assert (report["failed"][0]["told"], report["left"], report["slow_hosts"][0]["slow"]) == ("nothing could be verified", 1, "b")
     assert replace(outcome, snapshot=Snapshot()).done and not replace(outcome, snapshot=Snapshot(), interrupted=True).done
 
 

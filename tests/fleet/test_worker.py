@@ -38,8 +38,8 @@ def worker(url: str) -> Iterator[Callable[..., tuple[Worker, StandInBench]]]:
         return made[-1], bench
 
     yield make
-    for each in made:
-        each.stop()
+    for instance in made:
+        instance.stop()
 
 
 def outcomes(desk: ClaimQueue) -> list[tuple[str | None, str]]:
@@ -55,7 +55,7 @@ def test_tunes_one_after_another_and_leaves_when_nothing_is_left(desk: ClaimQueu
     desk.deal(FLEET, KIND, due(3), a_job(1))
     mine, bench = worker()
     assert mine.run() == "left"
-    assert bench.jobs == [each.job for each in due(3)] and bench.probed == [a_job(1)] and bench.kills == 1
+    assert bench.jobs == [entry.job for entry in due(3)] and bench.probed == [a_job(1)] and bench.kills == 1
     (host,) = desk.attend(FLEET, 60.0)[0]
     assert (host.state, host.trials, host.probes) == ("left", 3, {a_job(1).problem.key: 100.0})
     assert outcomes(desk) == [("tuned", "push 1.2")] * 3
@@ -193,14 +193,14 @@ def test_a_server_that_restarts_while_a_problem_is_tuned_costs_no_trial() -> Non
             kind = two_kinds(order)
             job = FleetJob(a_job().problem, Settings(trials=12, sampler="random", soak=0).on(kind))
             desk.deal(FLEET, kind.digest, [Due(job)])
-            told: list[str] = []
-            thread = threading.Thread(target=lambda: told.append(Worker(order).run()))
+            answers: list[str] = []
+            thread = threading.Thread(target=lambda: answers.append(Worker(order).run()))
             thread.start()
             wait_until(lambda: desk.attend(FLEET, 60.0)[1][0].holder is not None, 60)
-            wait_until(lambda: sum(sum(each.values()) for each in searched(url).values()) >= 3, 60, lambda: str(outcomes(desk)))
+            wait_until(lambda: sum(sum(tally.values()) for tally in searched(url).values()) >= 3, 60, lambda: str(outcomes(desk)))
             restart_after(url, 2.0)
             thread.join(90)
-            assert told == ["left"] and outcomes(desk)[0][0] == "tuned"
+            assert answers == ["left"] and outcomes(desk)[0][0] == "tuned"
         (configs,) = searched(url).values()
         assert len(configs) == 12 and set(configs.values()) == {1}
         with Store.open(url, create=False) as store:

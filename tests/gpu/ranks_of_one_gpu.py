@@ -165,8 +165,8 @@ def mix_of(problem: Problem, config: Config, smaller: Sequence[Problem], turns: 
     for turn in range(turns):
         now = smaller[turn % len(smaller)]
         inputs = [make_inputs(now, turn % 3, rank, slabs[0].device) for rank in range(world)]
-        for each in inputs:
-            each.poison()
+        for operands in inputs:
+            operands.poison()
         torch.cuda.synchronize()
         for rank, own in zip(ranks, inputs, strict=True):
             with torch.cuda.stream(rank.stream):
@@ -188,7 +188,7 @@ def differences(problem: Problem, config: Config, replays: int) -> int:
     torch.cuda.synchronize()
     for rank in ranks:
         rank.capture()
-    late, found = random.Random(0), 0
+    late, count = random.Random(0), 0
     for _ in range(replays):
         for rank in ranks:
             with torch.cuda.stream(rank.stream):
@@ -196,8 +196,8 @@ def differences(problem: Problem, config: Config, replays: int) -> int:
                 rank.graph.replay()
         torch.cuda.synchronize()
         assert not any(rank.operator.failure() for rank in ranks)
-        found += sum(int(differing(a.out, b.out)) for rank in ranks[1:] for a, b in zip(rank.calls, ranks[0].calls, strict=True))
-    return found
+        count += sum(int(differing(a.out, b.out)) for rank in ranks[1:] for a, b in zip(rank.calls, ranks[0].calls, strict=True))
+    return count
 
 
 def of_minus_zeros(problem: AllGatherGemm, config: Config, replays: int) -> int:

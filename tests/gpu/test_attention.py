@@ -43,8 +43,8 @@ def ranks() -> Iterator[Ranks]:
 def test_outputs_and_gradients_are_those_of_dense_attention(ranks: Ranks, layout: str, mask: str, variant: str) -> None:
     if (layout, mask, variant) == ("contiguous", "causal", "push_specialized"):
         pytest.skip("rank 0 sees no keys of rank 1")
-    for found in ranks.run(calls, layout, mask, variant, timeout=60):
-        assert max(found) < LIMIT, found
+    for deviations in ranks.run(calls, layout, mask, variant, timeout=60):
+        assert max(deviations) < LIMIT, deviations
 
 
 @pytest.mark.parametrize("variant", ["bsp", "decomposed", "heads", "heads/pieces=2", "copy_engine", "push"])
@@ -67,8 +67,8 @@ def test_windows_and_heads_of_two_sizes_are_those_of_dense_attention(
     problem = Problem(2, HEADS, KV_HEADS, dim, SIZES["cuda"][1], "bf16", 2, mask, layout, window, v_dim)
     if variant.partition("/")[0] not in space_for(problem, detect()).variants:
         pytest.skip("the variant does not serve this problem")
-    for found in ranks.run(calls, layout, mask, variant, window, dims, timeout=60):
-        assert max(found) < LIMIT, found
+    for deviations in ranks.run(calls, layout, mask, variant, window, dims, timeout=60):
+        assert max(deviations) < LIMIT, deviations
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_windows_and_heads_of_two_sizes_are_those_of_dense_attention(
 def test_a_query_sees_no_other_sequence_of_a_stream(
     ranks: Ranks, lengths: list[int], causal: bool, window: int, dims: tuple[int, int] | None
 ) -> None:
-    for found in ranks.run(stream, lengths, causal, window, dims, timeout=60):
-        assert max(found) < LIMIT, found
+    for deviations in ranks.run(stream, lengths, causal, window, dims, timeout=60):
+        assert max(deviations) < LIMIT, deviations
 
 
 def replayed(world: World, variant: str) -> list[float]:
@@ -102,7 +102,7 @@ def replayed(world: World, variant: str) -> list[float]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outs = [module(*static) for _ in range(3)]
-    found = []
+    deviations = []
     for turn in range(4):
         if turn:
             whole = [tensor.roll(turn, 1) for tensor in whole]
@@ -110,15 +110,15 @@ def replayed(world: World, variant: str) -> list[float]:
             tensor.copy_(own(world, values, "zigzag"))
         graph.replay()
         expected = right(whole, seen(tokens, True, device=world.device))[:1]
-        found += [far(world, [out], expected, "zigzag") for out in outs]
+        deviations += [far(world, [out], expected, "zigzag") for out in outs]
     module.close()
-    return found
+    return deviations
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_captured_call_reads_what_its_inputs_hold(ranks: Ranks, variant: str) -> None:
-    for found in ranks.run(replayed, variant, timeout=60):
-        assert max(found) < LIMIT, found
+    for deviations in ranks.run(replayed, variant, timeout=60):
+        assert max(deviations) < LIMIT, deviations
 
 
 def replayed_stream(world: World) -> list[float]:
@@ -132,17 +132,17 @@ def replayed_stream(world: World) -> list[float]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = module(*static, lengths=lengths)
-    found = []
+    deviations = []
     for turn in range(3):
         whole = [tensor.roll(turn, 1) for tensor in whole]
         for tensor, values in zip(static, whole, strict=False):
             tensor.copy_(own(world, values, "contiguous"))
         graph.replay()
-        found.append(far(world, [out], of_each(lengths, whole, True, 200)[0][:1], "contiguous"))
+        deviations.append(far(world, [out], of_each(lengths, whole, True, 200)[0][:1], "contiguous"))
     module.close()
-    return found
+    return deviations
 
 
 def test_a_captured_call_attends_to_a_stream(ranks: Ranks) -> None:
-    for found in ranks.run(replayed_stream, timeout=60):
-        assert max(found) < LIMIT, found
+    for deviations in ranks.run(replayed_stream, timeout=60):
+        assert max(deviations) < LIMIT, deviations

@@ -81,12 +81,12 @@ def compiled_and_captured(
                     for here, there in zip((x, residual), drawn(world, len(x), replay), strict=True):
                         here.copy_(there)
                 graph.replay()
-                for (x, residual), found in zip(inputs, outs, strict=True):
+                for (x, residual), out in zip(inputs, outs, strict=True):
                     weight = blocks.norms[0] if kind is Blocks else blocks.norm
                     right = stand_ins.fused_add_rms_norm(summed(blocks, x), residual.float(), weight.float(), 1e-5)[0]
                     if quantize == "static" and kind is QuantisingBlock:  # codes saturate
                         right.clamp_(-448 * blocks.scale, 448 * blocks.scale)
-                    worst = max(worst, float((found[0].float() - right).norm() / right.norm()))
+                    worst = max(worst, float((out[0].float() - right).norm() / right.norm()))
             calls = autotax.torch.status().calls
             kernels = sum(call.calls for call in calls if call.taken and "norm" in call.operator)
             return passes.fused, {*norm_pass.chosen.values()}, kernels, worst

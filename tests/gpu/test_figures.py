@@ -23,7 +23,7 @@ def figures(*modules: str, variants: tuple[str, ...] = ()) -> list[dict[str, flo
     space = space_for(MERGE, hardware)
     tuned, bsp, *others = (Choice(space.default(variant), "default") for variant in ("words", "bsp", *variants))
     runner = LiveRunner(hardware, WORLD, modules=modules)
-    found = []
+    readings = []
     try:
         for _ in range(TIMES):
             compared = compare(MERGE, hardware=hardware, runner=runner, tuned=tuned, baseline=bsp, variants=others)
@@ -31,16 +31,16 @@ def figures(*modules: str, variants: tuple[str, ...] = ()) -> list[dict[str, flo
             assert all(m.status == "ok" for m in rows.values()), [m.error for m in rows.values()]
             us = {f"{name} in place": m.latency_us for name, m in rows.items()}
             us |= {f"{name} back to back": m.back_to_back_us for name, m in rows.items()}
-            found.append({name: value for name, value in us.items() if value is not None})
+            readings.append({name: value for name, value in us.items() if value is not None})
     finally:
         runner.close()
-    return found
+    return readings
 
 
 def test_a_figure_does_not_depend_on_what_is_measured_beside_it() -> None:
-    found = [*figures(), *figures(variants=VARIANTS), *figures("tests.gpu.pausing")]
-    assert len(found) == 3 * TIMES and all(len(each) == 4 for each in found)
-    apart = {name: [each[name] for each in found] for name in found[0]}
+    readings = [*figures(), *figures(variants=VARIANTS), *figures("tests.gpu.pausing")]
+    assert len(readings) == 3 * TIMES and all(len(reading) == 4 for reading in readings)
+    apart = {name: [reading[name] for reading in readings] for name in readings[0]}
     print("\n".join(f"{name}: {', '.join(f'{value:.2f}' for value in us)} us" for name, us in apart.items()))
     for name, us in apart.items():
         assert max(us) <= (1 + ALIKE) * min(us), f"{name}: {us}"

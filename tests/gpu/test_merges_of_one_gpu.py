@@ -40,10 +40,10 @@ def space(problem: Problem) -> Any:
 
 
 def default(problem: Problem, variant: str) -> Config:
-    found = space(problem)
-    if variant not in found.variants:
+    search_space = space(problem)
+    if variant not in search_space.variants:
         pytest.skip(f"{problem.key} has no {variant}")
-    config: Config = found.default(variant)
+    config: Config = search_space.default(variant)
     return Config.of(variant, config.values | ONE_EACH) if "per_processor" in config.values else config
 
 

@@ -152,8 +152,8 @@ def errors_of_modules(world: World, quant: str, config: Config) -> dict[str, flo
                 scales = [scale.expand(m, 1)]
             shape = (m, scales[0].numel() // m, 1) if scales else (1, 1, 1)
             factor = scales[0].reshape(shape) if scales else torch.ones(shape, device=world.device)
-            found = y.float().view(m, shape[1], -1) * factor
-            errors[f"y, apart {apart}"] = float((found.view(m, n).cpu() - right).norm() / right.norm())
+            dequantised = y.float().view(m, shape[1], -1) * factor
+            errors[f"y, apart {apart}"] = float((dequantised.view(m, n).cpu() - right).norm() / right.norm())
             errors[f"residual, apart {apart}"] = float((new_residual.float().cpu() - total).norm() / total.norm())
     assert layer.failure() is None and norm.failure() is None
     layer.close()

@@ -26,9 +26,9 @@ def test_codes_and_scales_are_torchs(quantize: str, rows: int, k: int, dtype: to
     x[0, :64], x[-1, ::128] = 0.0, 3.0e4
     static = torch.full((1,), 1 / 64, device="cuda") if quantize == "static" else None
     scales = scales_of(x, quantize) if static is None else static
-    codes, found = by_kernel(x, static, quantize)
+    codes, kernel_scales = by_kernel(x, static, quantize)
     assert torch.equal(codes.view(torch.uint8), quantised(x, scales, quantize).view(torch.uint8))
-    assert torch.equal(found.reshape(scales.shape), scales)
+    assert torch.equal(kernel_scales.reshape(scales.shape), scales)
 
 
 def test_an_infinite_number_leaves_others_numbers() -> None:

@@ -26,15 +26,15 @@ def test_programs_wait_and_send_inside_their_kernel(problem: AllGatherGemm, vari
         pytest.skip(f"{variant} is not for these GPUs")
     timeline = trace(problem, config=space.default(variant))
     for rank, slices in enumerate(timeline.ranks):
-        programs = [each for each in slices if each.kind == "program"]
-        kernels = [each for each in slices if each.kind == "kernel"]
-        assert len({each.track for each in programs}) > 1
-        begin, end = min(each.start_us for each in kernels), max(each.end_us for each in kernels)
-        assert all(begin - SLACK_US < each.start_us and each.end_us < end + SLACK_US for each in programs)
-        assert {each.kind for each in slices} >= {"kernel", "program", "wait", "send"}
-        of_track = {each.track: each for each in reversed(programs)}
-        inner = [each for each in slices if each.kind in ("wait", "send")]
-        assert all(of_track[each.track].start_us <= each.start_us <= each.end_us <= of_track[each.track].end_us for each in inner)
+        programs = [span for span in slices if span.kind == "program"]
+        kernels = [span for span in slices if span.kind == "kernel"]
+        assert len({span.track for span in programs}) > 1
+        begin, end = min(span.start_us for span in kernels), max(span.end_us for span in kernels)
+        assert all(begin - SLACK_US < span.start_us and span.end_us < end + SLACK_US for span in programs)
+        assert {span.kind for span in slices} >= {"kernel", "program", "wait", "send"}
+        of_track = {span.track: span for span in reversed(programs)}
+        inner = [span for span in slices if span.kind in ("wait", "send")]
+        assert all(of_track[span.track].start_us <= span.start_us <= span.end_us <= of_track[span.track].end_us for span in inner)
         assert 0 < timeline.share(rank, "wait") < 1
         assert timeline.call_us(rank) < LONGEST_US and timeline.shipped_us[rank] < LONGEST_US, "no rank waits for a host"
 
@@ -42,5 +42,5 @@ def test_programs_wait_and_send_inside_their_kernel(problem: AllGatherGemm, vari
 def test_kernels_alone_are_shown_as_they_ship() -> None:
     timeline = trace(PROBLEM, config=space_for(PROBLEM, detect()).default("push"), programs=False)
     assert not timeline.programs and not timeline.shipped_us
-    assert [[(each.kind, each.name) for each in slices] for slices in timeline.ranks] == [[("kernel", "push_kernel")]] * 2
+    assert [[(span.kind, span.name) for span in slices] for slices in timeline.ranks] == [[("kernel", "push_kernel")]] * 2
     assert max(map(timeline.call_us, range(2))) < LONGEST_US

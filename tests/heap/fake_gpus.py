@@ -70,8 +70,8 @@ def install(libraries: list[Path]) -> ctypes.CDLL:
         return _view(address.value, nbytes).view(dtype).view(tuple(shape))
 
     def as_tensor(data: Any, *args: Any, **options: Any) -> torch.Tensor:
-        told = getattr(data, "__cuda_array_interface__", None)
-        return _view(told["data"][0], told["shape"][0]) if told else plain(data, *args, **options)
+        interface = getattr(data, "__cuda_array_interface__", None)
+        return _view(interface["data"][0], interface["shape"][0]) if interface else plain(data, *args, **options)
 
     plain = _on_cpu(torch.as_tensor)
     torch.empty = of_device

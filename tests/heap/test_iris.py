@@ -75,8 +75,8 @@ def test_a_rank_without_memory_is_told_to_all_before_iris_is_called(ranks: Ranks
 
 def test_a_rank_that_fails_within_iris_alone_is_told_to_all() -> None:
     with Ranks(2) as ranks:  # of its own: a thread of rank 0 stays in the collective that rank 1 never joined
-        told = ranks.run(_fail_within_iris_on_rank_1)
-    assert set(told) == {f"cannot allocate slabs of {SIZE} bytes with Iris (rank 1: HIP out of memory)"}
+        messages = ranks.run(_fail_within_iris_on_rank_1)
+    assert set(messages) == {f"cannot allocate slabs of {SIZE} bytes with Iris (rank 1: HIP out of memory)"}
 
 
 def test_a_closed_heap_has_given_its_memory_back(ranks: Ranks) -> None:
@@ -129,8 +129,8 @@ def _look_at_the_bases_of_iris(world: World) -> None:
         heap.close()
 
 
-def _fail_to_open(world: World, where: Path | None, told: str) -> None:
-    with _iris_from(where), pytest.raises(HeapError, match=rf"cannot use Iris.*rank 0.*{told}.*rank 1.*{told}"):
+def _fail_to_open(world: World, where: Path | None, reason: str) -> None:
+    with _iris_from(where), pytest.raises(HeapError, match=rf"cannot use Iris.*rank 0.*{reason}.*rank 1.*{reason}"):
         open_heap(replace(world, backend="rocm"), SIZE)
 
 

@@ -67,9 +67,9 @@ def test_bases_are_those_of_iris_and_an_offset(ranks: Ranks, fake: Fake) -> None
 def test_a_rank_without_memory_is_told_to_all(fake: Fake, limit: int) -> None:
     """With the greater limit Iris's allocators work, and its context fails on that rank alone."""
     with Ranks(2) as ranks:  # of its own: a thread of rank 0 stays in Iris
-        told = ranks.run(_lack_memory_on_rank_1, fake, limit)
-    assert len(set(told)) == 1 and len(told[0].splitlines()) == 1
-    assert re.search(r"rank 1: .*(HIP out of memory|CUDA_ERROR_OUT_OF_MEMORY)", told[0])
+        messages = ranks.run(_lack_memory_on_rank_1, fake, limit)
+    assert len(set(messages)) == 1 and len(messages[0].splitlines()) == 1
+    assert re.search(r"rank 1: .*(HIP out of memory|CUDA_ERROR_OUT_OF_MEMORY)", messages[0])
 
 
 def test_a_closed_heap_is_gone_without_a_collection(ranks: Ranks, fake: Fake) -> None:

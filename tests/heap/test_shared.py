@@ -53,8 +53,8 @@ def test_killed_ranks_leave_nothing() -> None:
 
 @pytest.mark.parametrize("late", [2, *volume(0)])
 def test_barrier_names_the_late_rank_to_all_others(tmp_path: Path, late: int) -> None:
-    told = run_ranks(_come_late, 3, "cpu", late, tmp_path)
-    for rank, message in enumerate(told):
+    messages = run_ranks(_come_late, 3, "cpu", late, tmp_path)
+    for rank, message in enumerate(messages):
         assert message == ("" if rank == late else f"rank {rank} waited 1.5 s at a barrier for rank {late}")
 
 
@@ -66,14 +66,14 @@ _kept: list[Heap] = []
 def _map_the_wrong_file(world: World) -> None:
     """One rank announces a wrong file number, like a rank of another host."""
     if world.rank == 1:
-        found = os.fstat
-        os.fstat = lambda fd: os.stat_result([*found(fd)[:1], 1, *found(fd)[2:]])
+        fstat = os.fstat
+        os.fstat = lambda fd: os.stat_result([*fstat(fd)[:1], 1, *fstat(fd)[2:]])
     try:
         with pytest.raises(HeapError, match="not a rank of this job"):
             open_heap(world, SIZE)
     finally:
         if world.rank == 1:
-            os.fstat = found
+            os.fstat = fstat
 
 
 def _open_and_close(world: World) -> None:
@@ -94,7 +94,7 @@ def _keep_a_heap(world: World) -> set[str]:
 
 def _come_late(world: World, late: int, gave_up: Path) -> str:
     world.barrier()
-    told = ""
+    message = ""
     if world.rank == late:
         while len(list(gave_up.iterdir())) < world.size - 1:
             time.sleep(0.05)
@@ -102,11 +102,11 @@ def _come_late(world: World, late: int, gave_up: Path) -> str:
     else:
         with pytest.raises(RankTimeout) as error:
             world.barrier(timedelta(seconds=1.5))
-        told = str(error.value)
+        message = str(error.value)
         gave_up.joinpath(str(world.rank)).touch()
     # After the late rank has caught up, the ranks are in step again.
     world.barrier()
-    return told
+    return message
 
 
 def _mapped_files(process: str) -> set[str]:

@@ -32,19 +32,19 @@ PATCHED += [(tl.core, "_unwrap_if_constexpr"), (tl.core.dtype, "__eq__"), (Trito
 def test_computes_the_same_with_less_work() -> None:
     command, interpreting = [sys.executable, "-m", "tests.interpreted"], os.environ | {"TRITON_INTERPRET": "1"}
     ran = subprocess.run(command, cwd=ROOT, env=interpreting, capture_output=True, text=True, check=True)
-    found = json.loads(ran.stdout)
-    before, first, again = found["results"]
+    report = json.loads(ran.stdout)
+    before, first, again = report["results"]
     values = np.arange(8) + 2 * 28 - 7 - 28  # each call of the device function adds 28 and takes the greatest away
     assert before == [*(values * 100_000_000).astype(np.int32).tolist(), *(values * 0.75).astype(np.int64).tolist()]
     assert first == again == before
-    usual, *lighter = found["calls"]
+    usual, *lighter = report["calls"]
     assert max(lighter) <= min(usual, 2), "the kernel's patch serves the functions that it calls"
-    assert found["undone"]
-    usual, first, again = found["types"]
+    assert report["undone"]
+    usual, first, again = report["types"]
     assert usual > 2 * first > 0
     assert again == 0, "types are made once"
-    assert found["loops"] == 5
-    for seconds, gave_up in found["waits"]:
+    assert report["loops"] == 5
+    for seconds, gave_up in report["waits"]:
         assert gave_up and seconds > (POLLS - AT_ONCE - 1) * PAUSE_S, "a kernel that polls leaves the core to others"
 
 
@@ -56,23 +56,23 @@ def _types() -> Iterator[Any]:
             yield tl.block_type(element, shape)
 
 
-def _told() -> list[Any]:
+def _parts() -> list[Any]:
     """All properties of tensors of some types."""
     types = list(_types())
-    tensors = [tl.tensor(number, each) for number, each in enumerate(types)]
-    shapes = [([size.value for size in each.shape], each.numel.value) for each in tensors]
-    elements = [(str(each.dtype), getattr(each.dtype, "address_space", None), each.dtype.is_ptr()) for each in tensors]
-    names = [(each.handle, str(each.type), each.type.is_block(), each.type.mangle()) for each in tensors]
+    tensors = [tl.tensor(number, kind) for number, kind in enumerate(types)]
+    shapes = [([size.value for size in tensor.shape], tensor.numel.value) for tensor in tensors]
+    elements = [(str(tensor.dtype), getattr(tensor.dtype, "address_space", None), tensor.dtype.is_ptr()) for tensor in tensors]
+    names = [(tensor.handle, str(tensor.type), tensor.type.is_block(), tensor.type.mangle()) for tensor in tensors]
     return [shapes, elements, names, [first == second for first in types for second in types]]
 
 
 def test_what_tensors_share_is_what_each_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
     for where, name in PATCHED:
         monkeypatch.setattr(where, name, getattr(where, name))  # to be undone
-    before, make = _told(), tl.core.block_type.__init__
+    before, make = _parts(), tl.core.block_type.__init__
     patch_interpreter.__wrapped__()
     assert tl.core.block_type.__init__ is not make
-    assert _told() == _told() == before
+    assert _parts() == _parts() == before
     for _ in range(2):
         with pytest.raises(ValueError, match="power of 2"):
             tl.block_type(tl.int32, [3])
@@ -92,7 +92,7 @@ def _operands() -> list[Any]:
 
 def _outcome(check: Callable[..., Any], *arguments: Any) -> list[Any]:
     try:
-        return [(str(each.type), str(each.dtype), each.handle.data.tolist()) for each in check(*arguments)]
+        return [(str(tensor.type), str(tensor.dtype), tensor.handle.data.tolist()) for tensor in check(*arguments)]
     except Exception as error:
         return [type(error).__name__, str(error)]
 

@@ -77,20 +77,20 @@ def publications(code: list[str]) -> Iterator[tuple[int, str]]:
 
 def faults(listing: str) -> list[str]:
     """Returns the faulty releases of a kernel, a line each; an empty list for a correct kernel."""
-    code, found = instructions(listing), []
+    code, errors = instructions(listing), []
     waves = re.findall(r"\.max_flat_workgroup_size:\s+(\d+)", listing)
     for at, line in enumerate(code):
         if line.startswith("buffer_wbl2"):
             then = next((later for later in code[at + 1 :] if _DRAINED.match(later) or _STORE.match(later)), "s_waitcnt vmcnt(0)")
             if not _DRAINED.match(then):
-                found.append(f"{line}: not waited for before {then}")
+                errors.append(f"{line}: not waited for before {then}")
             if not _settled(code[:at], waves == ["64"]):
-                found.append(f"{line}: stores before it not waited for by all waves")
+                errors.append(f"{line}: stores before it not waited for by all waves")
     for at, bits in publications(code):
         back = next((earlier for earlier in reversed(code[:at]) if earlier.startswith("buffer_wbl2") or _changes(earlier)), "")
         if not back.startswith("buffer_wbl2") or not set(bits.split()) <= set(back.split()):
-            found.append(f"{code[at]}: no write-back ({bits}) before it, but {back or 'nothing'}")
-    return found
+            errors.append(f"{code[at]}: no write-back ({bits}) before it, but {back or 'nothing'}")
+    return errors
 
 
 def _changes(line: str) -> bool:
@@ -114,7 +114,7 @@ def _settled(before: list[str], alone: bool) -> bool:
 
 def jobs(targets: Iterable[str] = AMD, everything: bool = False) -> list[Job]:
     """A config for each kernel of each variant, or those of the full table."""
-    found: dict[Job, None] = {}
+    cases: dict[Job, None] = {}
     for target in targets:
         for problem in PROBLEMS if everything else PROBLEMS[:QUICK]:
             space = space_for(problem, known_hardware(target))
@@ -126,20 +126,20 @@ def jobs(targets: Iterable[str] = AMD, everything: bool = False) -> list[Job]:
                     configs += [seed for seed in variant.seeds if seed in space]
                     configs += [way for way in ways_to_exchange(space) if way.variant == name]
                     configs += [drawn(space, name, f"{target} {problem} {name} {number}") for number in range(DRAWN)]
-                found |= {(target, problem, config): None for config in configs}
-    return list(found)
+                cases |= {(target, problem, config): None for config in configs}
+    return list(cases)
 
 
 def listings(target: str, problem: Problem, config: Config) -> dict[str, str]:
     """The assembly of each kernel of a config."""
-    found: dict[str, str] = {}
+    assemblies: dict[str, str] = {}
 
     class Listing(Context):
         def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-            found[kernel.__name__] = kernel.warmup(*args, TARGET=self.target, grid=grid, **options).asm["amdgcn"]
+            assemblies[kernel.__name__] = kernel.warmup(*args, TARGET=self.target, grid=grid, **options).asm["amdgcn"]
 
     compile_offline(problem, config, known_hardware(target), Listing)
-    return found
+    return assemblies
 
 
 def main(*arguments: str) -> int:

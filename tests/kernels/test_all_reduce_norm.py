@@ -67,25 +67,25 @@ def outputs_of(world: World, problem: AllReduceNorm, config: Config, rows: tuple
     context, kernel = conformance.ready(world, problem, config)
     late, digests = random.Random(world.rank), []
     for seed, some in enumerate(rows):
-        each = replace(problem, m=some)
-        call = make_inputs(each, seed, world.rank, world.device)
-        calls = list(Calls(each, seed, world.device))
+        case = replace(problem, m=some)
+        call = make_inputs(case, seed, world.rank, world.device)
+        calls = list(Calls(case, seed, world.device))
         for tensors in (call, *calls):  # words that mean that nothing has come, if they are sent as they are
             tensors.tensors[0].view(torch.uint8).view(-1)[: 16 * (seed % 2)] = 0xFF
         call.poison()
         time.sleep(late.uniform(0, 0.01))
-        fitted = kernel.fitted(each)
+        fitted = kernel.fitted(case)
         assert fitted is not None
         fitted(*call.tensors, call.out)
         world.synchronize()
         assert kernel.failure() is None, kernel.failure()
-        parts = addends(each, calls)
+        parts = addends(case, calls)
         new_residual, exact = call.tensors[2], sum(parts[1:], parts[0]).to(call.tensors[2].dtype)
         assert torch.equal(new_residual.isnan(), exact.isnan())
         assert torch.equal(new_residual.nan_to_num(), exact.nan_to_num()), "the new residual"
         scales = call.tensors[-1] if problem.quant != "none" else new_residual
         if problem.quant != "none":
-            require_quantised(each, call.out, call.tensors[1], new_residual, scales)
+            require_quantised(case, call.out, call.tensors[1], new_residual, scales)
         tensors = [tensor.nan_to_num().view(torch.uint8).cpu().numpy().tobytes() for tensor in (new_residual, scales)]
         codes = call.out.view(torch.uint8) if problem.quant != "none" else call.out.nan_to_num().view(torch.uint8)
         digests.append(hashlib.sha256(b"".join([*tensors, codes.cpu().numpy().tobytes()])).hexdigest()[:16])
@@ -225,9 +225,9 @@ def engines_errors(world: World, problem: AllReduceNorm, name: str) -> list[floa
         },
     }  # fmt: skip
     with stand_ins.modules(**{path.replace(".", "__"): names for path, names in made.items()}):
-        found = conformance.errors_of(world, problem, Config(name), 3)
+        errors = conformance.errors_of(world, problem, Config(name), 3)
     assert registered == ["communicator"] * (name == "sglang")
-    return found
+    return errors
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
@@ -280,8 +280,8 @@ def test_e4m3_is_rounded_as_torch_does_and_saturates(ranks: Ranks) -> None:
     values = torch.nn.functional.pad(values, (0, 1024 - len(values)))
     sign = torch.where(values.isnan(), 0x7F, 0xFF)  # that of a NaN says nothing
     right = values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    for found in ranks.run(codes_of, values):
-        assert torch.equal(found & sign, right & sign)
+    for output in ranks.run(codes_of, values):
+        assert torch.equal(output & sign, right & sign)
 
 
 BEHIND = AllReduceNorm(4, 384, "bf16", WORLD, quant="block", k=40)
@@ -295,16 +295,16 @@ def digests_behind(world: World, problem: AllReduceNorm, config: Config, rows: t
     context, kernel = conformance.ready(world, problem, config)
     late, digests = random.Random(world.rank), []
     for seed, some in enumerate(rows):
-        each = replace(problem, m=some)
-        call = make_inputs(each, 2 * seed, world.rank, world.device)
+        case = replace(problem, m=some)
+        call = make_inputs(case, 2 * seed, world.rank, world.device)
         call.poison()
         time.sleep(late.uniform(0, 0.01))
-        fitted = kernel.fitted(each)
+        fitted = kernel.fitted(case)
         assert fitted is not None
         fitted(*call.tensors, call.out)
         world.synchronize()
         assert kernel.failure() is None, kernel.failure()
-        parts, new_residual = addends(each, list(Calls(each, 2 * seed, world.device))), call.tensors[each.operands + 1]
+        parts, new_residual = addends(case, list(Calls(case, 2 * seed, world.device))), call.tensors[case.operands + 1]
         torch.testing.assert_close(new_residual.float(), sum(parts[1:], parts[0]), rtol=1e-2, atol=3e-2)
         tensors = [tensor.view(torch.uint8).cpu().numpy().tobytes() for tensor in (new_residual, call.tensors[-1], call.out)]
         digests.append(hashlib.sha256(b"".join(tensors)).hexdigest()[:16])
@@ -364,10 +364,10 @@ def layers_of(world: World, path: str) -> list[bool]:
     layer = LinearAllReduce(torch.nn.Parameter(weight, requires_grad=False), None, BEHIND.m, sizes=[BEHIND.m], db=path, norm=norm)
     ran = list(layer._whole)
     apart = layer.normed(x, norm_weight, residual)
-    layer._whole = {BEHIND.m: next(each for each in layer._prepared.operators if each.problem == BEHIND)}  # type: ignore[union-attr]
+    layer._whole = {BEHIND.m: next(operator for operator in layer._prepared.operators if operator.problem == BEHIND)}  # type: ignore[union-attr]
     y, new_residual, scales = layer.normed(x, norm_weight, residual)
     torch.testing.assert_close(new_residual, apart[1], rtol=1e-2, atol=0.2)
-    one, other = (codes.float() * each.repeat_interleave(128, 1) for codes, each in ((y, scales), (apart[0], apart[2])))
+    one, other = (codes.float() * factors.repeat_interleave(128, 1) for codes, factors in ((y, scales), (apart[0], apart[2])))
     torch.testing.assert_close(one, other, rtol=0.1, atol=0.1)
     compiled = torch.compile(layer.normed, backend="aot_eager", fullgraph=True)(x, norm_weight, residual)
     for one, other in zip(compiled, (y, new_residual, scales), strict=True):
@@ -392,6 +392,6 @@ def layers_of(world: World, path: str) -> list[bool]:
 @pytest.mark.volume
 def test_a_layer_measures_the_kernel_of_product_sum_and_norm(ranks: Ranks, tmp_path: Path) -> None:
     path = database(tmp_path / "winners.db", {BEHIND: space_for(BEHIND, detect("cpu")).default("fused")})
-    found = ranks.run(layers_of, path)
-    assert len(set(map(tuple, found))) == 1
-    assert found[0][1], "measured"
+    answers = ranks.run(layers_of, path)
+    assert len(set(map(tuple, answers))) == 1
+    assert answers[0][1], "measured"

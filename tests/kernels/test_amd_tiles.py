@@ -42,17 +42,17 @@ def compilers() -> Iterator[Compilers]:
 
 
 def _compiled(problem: Problem, config: Config) -> Kernels:
-    found: Kernels = {}
+    kernels: Kernels = {}
 
     class Reading(Context):
         def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
             binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
             spilled = re.search(r"\.vgpr_spill_count:\s+(\d+)", binary.asm["amdgcn"])
             assert spilled
-            found[kernel.__name__] = binary.metadata.shared, int(spilled[1])
+            kernels[kernel.__name__] = binary.metadata.shared, int(spilled[1])
 
     compile_offline(problem, config, MI300X, Reading)
-    return found
+    return kernels
 
 
 def _do_not_spill(compilers: Compilers, problem: Problem, first: int = FIRST) -> None:
@@ -60,8 +60,8 @@ def _do_not_spill(compilers: Compilers, problem: Problem, first: int = FIRST) ->
     variants = [variant for name, variant in space.variants.items() if name != "bsp"]
     configs = [[seed for seed in variant.seeds if seed in space][:first] for variant in variants]
     asked = {config: compilers.submit(_compiled, problem, config) for several in configs for config in several}
-    found = {str(config): job.result() for config, job in asked.items()}
-    spilling = {config: kernels for config, kernels in found.items() if any(spilled for _, spilled in kernels.values())}
+    resources = {str(config): job.result() for config, job in asked.items()}
+    spilling = {config: kernels for config, kernels in resources.items() if any(spilled for _, spilled in kernels.values())}
     assert len(asked) >= len(variants)
     assert spilling == {}
 

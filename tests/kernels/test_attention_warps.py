@@ -86,8 +86,8 @@ def attended(problem: GatherAttention, rank: int, stages: int) -> tuple[torch.Te
     scores = torch.einsum("bqhd,bkd->bhqk", q[:, mine].float(), k[:, :, 0].float()) / math.sqrt(dim + extra)
     scores = scores.masked_fill(~seen, -math.inf)
     right = torch.einsum("bhqk,bkd->bqhd", scores.softmax(3), v[:, :, 0].float())
-    found = torch.from_numpy(out).view(batch, tokens, HEADS, dim).float()
-    return found, torch.from_numpy(lse), right, scores.logsumexp(3)
+    output = torch.from_numpy(out).view(batch, tokens, HEADS, dim).float()
+    return output, torch.from_numpy(lse), right, scores.logsumexp(3)
 
 
 @pytest.mark.parametrize(

@@ -301,7 +301,7 @@ def test_a_cache_of_8_bits_is_copied_ahead_and_converted_once(compilers: Compile
     problem = replace(usual, kv_dtype="e4m3")
     values = space_for(problem, known_hardware("cuda:90")).default("bsp").values | {"block_s": 64, "attend": attend}
     config = Config.of("bsp", values)
-    wide, narrow = (compilers.submit(_listings, "cuda:90", each, config).result()["split_kernel"] for each in (usual, problem))
+    wide, narrow = (compilers.submit(_listings, "cuda:90", case, config).result()["split_kernel"] for case in (usual, problem))
     waits = [re.findall(r"cp\.async\.wait_group\s+(\d+)", listing) for listing in (wide, narrow)]
     assert waits[0] == waits[1]
     assert waits[0][0] >= "2"
@@ -350,13 +350,13 @@ def test_a_flat_loop_that_sends_is_pipelined_and_has_a_barrier_before_each_relea
     stage = (config["block_m"] + config["block_n"]) * config["block_k"] * problem.item_size
     assert kernel.shared >= config["num_stages"] * stage
     listing = compilers.submit(_listings, "cuda:90", problem, config).result()["push_kernel"]
-    found = re.findall(r"st\.global\.v4|bar\.sync|\.exch\.b32|\.sys\.release\.add", listing)
-    releases = [at for at, what in enumerate(found) if what == ".sys.release.add"]
+    instructions = re.findall(r"st\.global\.v4|bar\.sync|\.exch\.b32|\.sys\.release\.add", listing)
+    releases = [at for at, what in enumerate(instructions) if what == ".sys.release.add"]
     assert releases
     for at in releases:
-        exchange = max(before for before in range(at) if found[before] == ".exch.b32")
-        assert "bar.sync" in found[exchange:at]
-        assert "st.global.v4" not in found[exchange:at]
+        exchange = max(before for before in range(at) if instructions[before] == ".exch.b32")
+        assert "bar.sync" in instructions[exchange:at]
+        assert "st.global.v4" not in instructions[exchange:at]
 
 
 def test_the_gemm_that_sends_is_pipelined(compilers: Compilers, sending: str) -> None:
@@ -385,12 +385,12 @@ def listing_of_sums(compilers: Compilers) -> Callable[[str], str]:
 @pytest.mark.parametrize("adds", ["warps", "epilogue"])
 def test_warps_that_send_tell_of_a_tile_when_it_is_written(listing_of_sums: Callable[[str], str], adds: str) -> None:
     problem, listing = REDUCTIONS["cuda:90"], listing_of_sums(adds)
-    found = re.findall(
+    instructions = re.findall(
         r"cp\.async\.bulk\.wait_group(?!\.read)|fence\.proxy\.async;|fence\.acq_rel\.sys|atom\.global\.sys\.relaxed\.exch",
         listing,
     )
-    told = found.index("cp.async.bulk.wait_group")
-    assert found[told + 1 : told + 4] == ["fence.proxy.async;", "fence.acq_rel.sys", "atom.global.sys.relaxed.exch"]
+    wait = instructions.index("cp.async.bulk.wait_group")
+    assert instructions[wait + 1 : wait + 4] == ["fence.proxy.async;", "fence.acq_rel.sys", "atom.global.sys.relaxed.exch"]
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.global\.shared", listing)) == 2 * problem.world_size  # of 64 columns
 
 
@@ -499,15 +499,15 @@ def specialized(compilers: Compilers) -> str:
 
 def test_a_box_is_counted_when_it_is_written_at_every_peer_and_the_last_one_signalled(specialized: str) -> None:
     """A wait for what has been read (`.read`) is not enough, and counts and signals belong to the other proxy."""
-    found = re.findall(
+    instructions = re.findall(
         r"cp\.async\.bulk\.tensor\.2d\.global|cp\.async\.bulk\.wait_group(?!\.read)|fence\.proxy\.async;|fence\.acq_rel\.sys"
         r"|atom\.global\.gpu\.acq_rel\.add|atom\.global\.sys\.relaxed",
         specialized,
     )
-    first = next(at for at, what in enumerate(found) if what == "cp.async.bulk.wait_group")
+    first = next(at for at, what in enumerate(instructions) if what == "cp.async.bulk.wait_group")
     written = [*["cp.async.bulk.tensor.2d.global"] * 3, "cp.async.bulk.wait_group", "fence.proxy.async;"]
-    told = ["atom.global.gpu.acq_rel.add", "fence.acq_rel.sys", *["atom.global.sys.relaxed"] * 3]
-    assert found[first - 3 : first + 7] == [*written, *told]
+    signals = ["atom.global.gpu.acq_rel.add", "fence.acq_rel.sys", *["atom.global.sys.relaxed"] * 3]
+    assert instructions[first - 3 : first + 7] == [*written, *signals]
 
 
 def test_a_poller_polls_in_loops_and_fences_what_is_then_read_by_the_other_proxy(specialized: str) -> None:
@@ -660,8 +660,8 @@ def test_words_that_are_voted_on_are_the_ones_that_are_used(
 
 def _loops(lines: list[str]) -> list[tuple[int, int]]:
     """The first and last line of each backward jump."""
-    labels = {found[1]: number for number, line in enumerate(lines) if (found := re.match(r"(\$\S+):", line))}
-    jumps = [(number, found[1]) for number, line in enumerate(lines) if (found := re.search(r"\bbra\S*\s+(\$\S+);", line))]
+    labels = {match[1]: number for number, line in enumerate(lines) if (match := re.match(r"(\$\S+):", line))}
+    jumps = [(number, match[1]) for number, line in enumerate(lines) if (match := re.search(r"\bbra\S*\s+(\$\S+);", line))]
     return [(labels[label], number) for number, label in jumps]
 
 
@@ -689,12 +689,12 @@ def _polled(target: str, problem: Problem, config: Config) -> tuple[int, int, in
 def _addends_of(target: str, problem: Problem, variant: str) -> tuple[set[str], set[str]]:
     """The kernel arguments among bias, residual and `added`: of a call without addends, and of a call with them."""
     nobody: Any = None
-    found: list[str] = []
+    signatures: list[str] = []
 
     class Listing(Context):
         def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
             binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
-            found.extend(re.findall(r"tt\.func public @.*", binary.asm["ttgir"]))
+            signatures.extend(re.findall(r"tt\.func public @.*", binary.asm["ttgir"]))
 
     fix_cache_keys()
     hardware, world = known_hardware(target), World(0, problem.world_size, "meta", META, nobody, nobody, nobody)
@@ -703,10 +703,10 @@ def _addends_of(target: str, problem: Problem, variant: str) -> tuple[set[str], 
     call = make_inputs(problem, 0, 0, META)
     counts = []
     for more in ((), (call.out.new_empty(call.out.shape[1:]), torch.empty_like(call.out))):
-        found.clear()
+        signatures.clear()
         with pretend(target), context.rehearsal():
             kernel(*call.tensors, call.out, *more)
-        counts.append(set(re.findall(r"%(bias|residual|added)\b", " ".join(found))))
+        counts.append(set(re.findall(r"%(bias|residual|added)\b", " ".join(signatures))))
     return counts[0], counts[1]
 
 

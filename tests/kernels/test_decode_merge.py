@@ -74,22 +74,22 @@ def mixed(world: World, problem: DecodeMerge, config: Config, tokens: tuple[int,
     late = random.Random(world.rank)
     worst, off, bits = 0.0, 0.0, []
     for number, some in enumerate(tokens):
-        each = replace(problem, batch=some)
+        case = replace(problem, batch=some)
         seed = number if some < problem.batch else number % 2
-        call = make_inputs(each, seed, world.rank, world.device)
+        call = make_inputs(case, seed, world.rank, world.device)
         call.poison()
         call.tensors[2].fill_(math.nan)
         time.sleep(late.uniform(0, 0.01))
-        fitted = kernel.fitted(each)
+        fitted = kernel.fitted(case)
         assert fitted is not None
         fitted(*call.tensors, call.out)
         assert kernel.failure() is None, kernel.failure()
-        ((right, spread),) = of(each).right(each, Calls(each, seed, world.device), world.rank)
+        ((right, spread),) = of(case).right(case, Calls(case, seed, world.device), world.rank)
         worst = max(worst, relative_error(call.out, Expected.of(right, spread, call.out.dtype)))
-        found, wanted = call.tensors[2].double(), log_sum_exps(each, seed, world)
+        lse, wanted = call.tensors[2].double(), log_sum_exps(case, seed, world)
         some_there = wanted.isfinite()
-        assert torch.equal(found[~some_there], wanted[~some_there]), "rows that are empty everywhere are -inf"
-        difference = (found - wanted).abs() / (1e-5 + 2**-21 * wanted.abs())
+        assert torch.equal(lse[~some_there], wanted[~some_there]), "rows that are empty everywhere are -inf"
+        difference = (lse - wanted).abs() / (1e-5 + 2**-21 * wanted.abs())
         off = max([off, *difference[some_there].tolist()])
         if seed == 0 and some == problem.batch:
             bits.append(call.out.nan_to_num(7.0).float().view(-1).numpy().tobytes().hex()[:4000])
@@ -100,13 +100,13 @@ def mixed(world: World, problem: DecodeMerge, config: Config, tokens: tuple[int,
 @pytest.mark.volume
 @pytest.mark.parametrize(("problem", "variant"), CASES, ids=str)
 def test_calls_of_fewer_tokens_may_come_between_others_whoever_is_late(ranks: Ranks, problem: DecodeMerge, variant: str) -> None:
-    found = ranks.run(mixed, problem, config_of(problem, variant), TOKENS)
-    for worst, off, bits in found:
+    results = ranks.run(mixed, problem, config_of(problem, variant), TOKENS)
+    for worst, off, bits in results:
         assert worst <= TOLERANCE[problem.dtype]
         assert off <= 1.0
         assert len(bits) > 1 and len(set(bits)) == 1, "equal inputs give equal bits"
     if problem.output == "replicated":
-        assert len({bits[0] for _, _, bits in found}) == 1, "from rank to rank"
+        assert len({bits[0] for _, _, bits in results}) == 1, "from rank to rank"
 
 
 @pytest.mark.parametrize("variant", ["words", *volume("fine_grained", "gather", "compact")])
@@ -129,13 +129,13 @@ def masked(world: World, problem: DecodeMerge, config: Config, sequences: int) -
         here = torch.Generator().manual_seed(seed + 100 * world.rank)
         lens = torch.randint(0, 2, (sequences,), generator=here).to(torch.int32)
         starts[0] = 0
-        told = lse.clone()
+        masked_lse = lse.clone()
         for token in range(problem.batch):
             mine = [i for i in range(sequences) if starts[i] <= token < starts[i + 1]]
             if not mine or lens[mine[0]] == 0:
-                told[token] = -math.inf
+                masked_lse[token] = -math.inf
         outs = []
-        for given, held in ((told, None), (lse, (lens, starts))):
+        for given, held in ((masked_lse, None), (lse, (lens, starts))):
             out = torch.full((problem.batch, problem.out_heads, problem.head_dim), math.nan, dtype=o.dtype)
             merged.fill_(math.nan)
             kernel(o, given, merged, out, held)

@@ -36,7 +36,7 @@ STORE, COUNT, READ, WRITE_BACK, TELL, TAKE_OFF, DONE = range(7)
 def after(state: State, program: int, die: tuple[int, ...], write_back_first: bool) -> State:
     """One step of a program; the wrong order writes back before it reads the count."""
     order = (WRITE_BACK, READ) if write_back_first else (READ, WRITE_BACK)
-    at, seen, pending, dirty, told = list(state.at), list(state.seen), list(state.pending), set(state.dirty), state.told
+    at, seen, pending, dirty, flag = list(state.at), list(state.seen), list(state.pending), set(state.dirty), state.told
     mine, step = die[program], at[program]
     step = order[step - READ] if step in (READ, WRITE_BACK) else step
     at[program] += 1
@@ -50,23 +50,23 @@ def after(state: State, program: int, die: tuple[int, ...], write_back_first: bo
     elif step == WRITE_BACK:
         dirty -= {other for other in dirty if die[other] == mine}
     elif step == TELL:
-        told += seen[program]
+        flag += seen[program]
     else:
         pending[mine] -= seen[program]
         at[program] = READ if pending[mine] else DONE
-    return State(tuple(at), tuple(seen), tuple(pending), frozenset(dirty), told)
+    return State(tuple(at), tuple(seen), tuple(pending), frozenset(dirty), flag)
 
 
 def reached(die: tuple[int, ...], write_back_first: bool = False) -> Iterator[State]:
     """Every state that some interleaving reaches."""
     start = State((STORE,) * len(die), (0,) * len(die), (0,) * len(die), frozenset(), 0)
-    found, coming = {start}, [start]
+    states, coming = {start}, [start]
     while coming:
         state = coming.pop()
         yield state
         for program, step in enumerate(state.at):
-            if step != DONE and (new := after(state, program, die, write_back_first)) not in found:
-                found.add(new)
+            if step != DONE and (new := after(state, program, die, write_back_first)) not in states:
+                states.add(new)
                 coming.append(new)
 
 
@@ -114,6 +114,6 @@ def test_amd_is_asked_for_the_die_and_knows_the_count_before_it_writes_back() ->
         known = max(at for at in range(back) if code[at] == "s_barrier")
         assert not any(line.startswith("global_") for line in code[known:back])
         assert any(line.startswith(("global_load_dword ", "global_atomic_add")) for line in code[:known])
-        told = next(line for line in code[back:] if line.startswith("global_atomic"))
-        assert told.endswith("sc1")
-        assert "sc0" not in told
+        atomic = next(line for line in code[back:] if line.startswith("global_atomic"))
+        assert atomic.endswith("sc1")
+        assert "sc0" not in atomic

@@ -75,10 +75,10 @@ def config_of(problem: GemmReduceScatter, variant: str, way: dict[str, Value]) -
 def test_equal_inputs_give_equal_bits_whoever_is_late(
     ranks: Ranks, problem: GemmReduceScatter, variant: str, way: dict[str, Value]
 ) -> None:
-    found = ranks.run(conformance.bits_of, problem, config_of(problem, variant, way), 3)
-    assert all(len(set(digests)) == 1 for digests in found), "from call to call"
+    bits = ranks.run(conformance.bits_of, problem, config_of(problem, variant, way), 3)
+    assert all(len(set(digests)) == 1 for digests in bits), "from call to call"
     if problem.output == "replicated":
-        assert len({digests[0] for digests in found}) == 1, "from rank to rank"
+        assert len({digests[0] for digests in bits}) == 1, "from rank to rank"
 
 
 @pytest.mark.sampled(by=_protocol_of)
@@ -127,20 +127,20 @@ def errors_with_addends(world: World, problem: GemmReduceScatter, config: Config
     errors, digest = [], ""
     calls = [(40, "bias"), (40, "residual"), (7, "bias and residual"), (40, "")]
     for seed, (m, which) in enumerate(calls):
-        each = replace(problem, m=m)
+        case = replace(problem, m=m)
         with_bias, with_residual = "bias" in which, "residual" in which
-        call = make_inputs(each, seed, world.rank, world.device)
+        call = make_inputs(case, seed, world.rank, world.device)
         call.poison()
-        own = world.rank if each.output == "scattered" else 0
+        own = world.rank if case.output == "scattered" else 0
         drawn = torch.Generator().manual_seed(100 * seed + own)
-        bias = torch.randn(each.n, generator=torch.Generator().manual_seed(seed)).to(call.out.dtype) * 10
+        bias = torch.randn(case.n, generator=torch.Generator().manual_seed(seed)).to(call.out.dtype) * 10
         residual = torch.randn(call.out.shape, generator=drawn).to(call.out.dtype) * 10
-        fitted = kernel.fitted(each)
+        fitted = kernel.fitted(case)
         assert fitted is not None
         fitted(*call.tensors, call.out, bias if with_bias else None, residual if with_residual else None)
         assert fitted.failure() is None, fitted.failure()
-        ((right, _),) = registry.of(each).right(each, Calls(each, seed, world.device), world.rank)
-        there = each.m if each.output == "replicated" else max(0, min(each.shard_rows, each.m - world.rank * each.shard_rows))
+        ((right, _),) = registry.of(case).right(case, Calls(case, seed, world.device), world.rank)
+        there = case.m if case.output == "replicated" else max(0, min(case.shard_rows, case.m - world.rank * case.shard_rows))
         right[:there] += bias.float() * with_bias + residual[:there].float() * with_residual
         assert not call.out[there:].any(), "padding"
         errors.append(relative_error(call.out, right))
@@ -158,12 +158,12 @@ ADDING = [pytest.param("bsp", {}, marks=RIGHT_PRODUCT), *WAYS[1:6], WAYS[-1]]
 def test_bias_and_residual_are_added_where_the_sum_is_stored(
     ranks: Ranks, problem: GemmReduceScatter, variant: str, way: dict[str, Value]
 ) -> None:
-    found = ranks.run(errors_with_addends, problem, config_of(problem, variant, way))
-    for errors, _ in found:
+    results = ranks.run(errors_with_addends, problem, config_of(problem, variant, way))
+    for errors, _ in results:
         # The collective library's sum is rounded before.
         assert max(errors) <= TOLERANCE[problem.dtype] * (3 if variant == "bsp" else 1)
     if problem.output == "replicated" and variant != "bsp":
-        assert len({bits for _, bits in found}) == 1, "equal residuals, equal bits"
+        assert len({bits for _, bits in results}) == 1, "equal residuals, equal bits"
 
 
 def test_partial_sums_of_16_bits_cost_no_more_than_the_output_does(ranks: Ranks) -> None:
@@ -172,5 +172,5 @@ def test_partial_sums_of_16_bits_cost_no_more_than_the_output_does(ranks: Ranks)
     errors = {}
     for payload in ("bf16", "fp32"):
         config = config_of(problem, "push", {"payload": payload})
-        errors[payload] = max(max(found) for found in ranks.run(conformance.errors_of, problem, config, 2))
+        errors[payload] = max(max(deviations) for deviations in ranks.run(conformance.errors_of, problem, config, 2))
     assert errors["fp32"] < errors["bf16"] <= TOLERANCE["bf16"]

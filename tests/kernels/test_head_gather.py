@@ -43,16 +43,16 @@ def mixed(world: World, config: Config, tokens: tuple[int, ...]) -> bool:
     context, kernel = conformance.ready(world, PROBLEM, config)
     late, right = random.Random(world.rank), True
     for seed, some in enumerate(tokens):
-        each = replace(PROBLEM, batch=some)
-        call = make_inputs(each, seed, world.rank, world.device)
+        case = replace(PROBLEM, batch=some)
+        call = make_inputs(case, seed, world.rank, world.device)
         call.tensors[0].view(torch.int16)[0, 0, :3] = torch.tensor([-1, 32767, -32767 + world.rank], dtype=torch.int16)
         call.poison()
         time.sleep(late.uniform(0, 0.01))
-        fitted = kernel.fitted(each)
+        fitted = kernel.fitted(case)
         assert fitted is not None
         fitted(*call.tensors, call.out)
         assert kernel.failure() is None, kernel.failure()
-        parts = [other.tensors[0].view(torch.int16) for other in Calls(each, seed, world.device)]
+        parts = [other.tensors[0].view(torch.int16) for other in Calls(case, seed, world.device)]
         for rank, part in enumerate(parts):
             part[0, 0, :3] = torch.tensor([-1, 32767, -32767 + rank], dtype=torch.int16)
         right &= torch.equal(call.out.view(torch.int16), torch.cat(parts, 1))

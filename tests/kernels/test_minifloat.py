@@ -115,8 +115,8 @@ def test_nan_of_any_bits_stays_one(rank: Ranks) -> None:
 
 
 def _send_nans(_: World) -> tuple[torch.Tensor]:
-    each = (0x7FFFFFFF, -1, 0x7FC00000, -0x00400000, 0x7F800001, 0x7F801FFF, -0x007FFFFF, 0x7FFFE000)
-    bits = torch.tensor(each, dtype=torch.int32)
+    nans = (0x7FFFFFFF, -1, 0x7FC00000, -0x00400000, 0x7F800001, 0x7F801FFF, -0x007FFFFF, 0x7FFFE000)
+    bits = torch.tensor(nans, dtype=torch.int32)
     o = bits.view(torch.float32).repeat(ROWS, COLUMNS // len(bits))
     back, sums, ages = torch.zeros_like(o), torch.zeros(ROWS), torch.empty(ROWS, dtype=torch.int32)
     round_trip[(1,)](o, sums, back, sums.clone(), ages, 5, ROWS, COLUMNS)

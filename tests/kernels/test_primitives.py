@@ -52,8 +52,8 @@ def default(problem: Problem, variant: str) -> Config:
 
 @pytest.mark.parametrize(("problem", "config"), WAITING, ids=str)
 def test_a_rank_whose_peer_never_calls_gives_up_and_names_it(ranks: Ranks, problem: Problem, config: Config) -> None:
-    (told, seconds), (nothing, _) = ranks.run(_call_alone, problem, config)
-    flag, goal = told.removeprefix("rank 0 waited for flag ").split(" of rank 1: needed ")
+    (message, seconds), (nothing, _) = ranks.run(_call_alone, problem, config)
+    flag, goal = message.removeprefix("rank 0 waited for flag ").split(" of rank 1: needed ")
     assert flag.isdigit()
     needed, saw = goal.split(", saw ")
     assert int(saw) < int(needed)
@@ -112,9 +112,9 @@ def _call_alone(world: World, problem: Problem, config: Config) -> tuple[str | N
         operator(*call.tensors, call.out)
     seconds = time.perf_counter() - start
     world.barrier()
-    told = operator.failure()
+    message = operator.failure()
     operator.context.heap.close()
-    return told, seconds
+    return message, seconds
 
 
 def _wrapped(value: int) -> int:

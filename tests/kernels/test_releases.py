@@ -113,8 +113,8 @@ def _assembly(target: str, name: str, scope: str, warps: int) -> str:
     ("kernel", "why"), [("_bare", "not waited for"), ("_relaxed", "no write-back"), ("_unsettled", "all waves")]
 )
 def test_the_audit_finds_what_is_wrong(compilers: Compilers, kernel: str, why: str, scope: str) -> None:
-    found = faults(compilers.submit(_assembly, "hip:gfx942", kernel, scope, 4).result())
-    assert any(why in fault for fault in found), found
+    errors = faults(compilers.submit(_assembly, "hip:gfx942", kernel, scope, 4).result())
+    assert any(why in fault for fault in errors), errors
 
 
 @pytest.mark.sampled

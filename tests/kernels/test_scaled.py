@@ -79,16 +79,16 @@ def _of_blocks(problem: Any, variant: str) -> dict[str, object]:
 def test_every_variant_is_right(ranks: Ranks, problem: Any, variant: str) -> None:
     space = space_for(problem, detect("cpu")).variants[variant]
     for config in space.some(3, Random(7)):
-        found = ranks.run(conformance.errors_of, problem, config, CALLS, timeout=120)
-        assert max(map(max, found)) <= TOLERANCE[problem.out_dtype], config
+        errors = ranks.run(conformance.errors_of, problem, config, CALLS, timeout=120)
+        assert max(map(max, errors)) <= TOLERANCE[problem.out_dtype], config
 
 
 @pytest.mark.parametrize("problem", volume(*(problem for scales in LAYOUTS for problem in problems(scales))), ids=str)
 def test_one_kernel_takes_calls_with_fewer_rows(ranks: Ranks, problem: Any) -> None:
     smaller = [replace(problem, m=rows) for rows in (21, 4, 1, 20, 21)]
     for name, space in space_for(problem, detect("cpu")).variants.items():
-        found = ranks.run(conformance.errors_of_sizes, problem, space.some(1, Random(7))[0], smaller, timeout=120)
-        assert max(map(max, found)) <= TOLERANCE[problem.out_dtype], name
+        errors = ranks.run(conformance.errors_of_sizes, problem, space.some(1, Random(7))[0], smaller, timeout=120)
+        assert max(map(max, errors)) <= TOLERANCE[problem.out_dtype], name
 
 
 def bits_of_both(world: World, problem: Any, config: Config) -> list[str]:
@@ -134,9 +134,9 @@ def differences_of_quantisers(_: World, quantize: str, rows: int) -> list[int]:
     x[0, :7], x[-1] = 0.0, 3.0e4
     static = torch.full((1,), 1 / 64) if quantize == "static" else None
     scales = scales_of(x, quantize) if static is None else static
-    codes, found = quantised_by_kernel(x, static, SCALES_OF[quantize], torch.zeros(2, dtype=torch.int64), detect("cpu"))
+    codes, factors = quantised_by_kernel(x, static, SCALES_OF[quantize], torch.zeros(2, dtype=torch.int64), detect("cpu"))
     wrong = codes.view(torch.uint8) != quantised(x, scales, quantize).view(torch.uint8)
-    return [int(wrong.sum()), int((found.reshape(scales.shape) != scales).sum())]
+    return [int(wrong.sum()), int((factors.reshape(scales.shape) != scales).sum())]
 
 
 @pytest.mark.sampled
@@ -157,8 +157,8 @@ def test_tiles_are_right_as_their_transpose(scales: str) -> None:
     problem = AllGatherGemm(*SIZES, "e4m3", "m", 2, scales=scales)
     with Ranks(2) as pair:
         for product in ("16x64x2x4", "32x256x2x4", *(("16x64x2x4x2",) if scales != "block" else ())):
-            found = pair.run(errors_when_turned, problem, Config.of("bsp", product=product, splits=2), timeout=120)
-            assert max(map(max, found)) <= TOLERANCE[problem.out_dtype], product
+            errors = pair.run(errors_when_turned, problem, Config.of("bsp", product=product, splits=2), timeout=120)
+            assert max(map(max, errors)) <= TOLERANCE[problem.out_dtype], product
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_an_alternative_of_torch_has_the_config_that_it_was_made_for(monkeypatch
 def test_deep_gemm_is_an_alternative_where_it_is_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By either name of its function, and for scales of blocks alone."""
     calls: list[Any] = []
-    for problem in (each for scales in LAYOUTS for each in problems(scales, 2)):
+    for problem in (case for scales in LAYOUTS for case in problems(scales, 2)):
         where = registry.of(problem).peers["nccl_deep_gemm"].where
         assert not where(problem, known_hardware("cuda:90"))
         with monkeypatch.context() as patch:

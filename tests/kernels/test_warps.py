@@ -151,7 +151,7 @@ def test_the_warps_compute_the_sum_of_codes(
             dequantised(*a, scales, weight=False) @ dequantised(*b, scales, weight=True).t()
             for a, b in zip(inputs[number], weights, strict=True)
         ]
-        right = torch.nn.functional.pad(sum(each.half().float() for each in numbers), (0, 0, 0, -m % world)).numpy()
+        right = torch.nn.functional.pad(sum(product.half().float() for product in numbers), (0, 0, 0, -m % world)).numpy()
         np.testing.assert_allclose(np.concatenate(outs[number]), right, rtol=2e-3, atol=2e-2)
 
 
@@ -177,7 +177,7 @@ def test_groups_multiply_codes_of_all_shards(
     draw = torch.Generator().manual_seed(n)
     a, b = (torch.randn(size, k, generator=draw).to(torch.float8_e4m3fn) for size in (world * shard, n))
     of_a = [torch.rand(scales_shape(scales, shard, k, weight=False), generator=draw) for _ in range(world)]
-    of_a = [laid_out(each, scales, weight=False) for each in of_a]
+    of_a = [laid_out(factors, scales, weight=False) for factors in of_a]
     of_b = torch.rand(scales_shape(scales, n, k, weight=True), generator=draw)
     if scales == "tensor":
         of_a[0] = of_a[1]
@@ -235,7 +235,7 @@ def test_groups_multiply_codes_of_all_shards(
 
     calls = [lambda group=group: multiply(group) for group in range(groups)]
     warps.stopped.clear()
-    together([lambda each=each: warps._begin((rank, 0, 1), each) for each in (load, *calls)])
+    together([lambda role=role: warps._begin((rank, 0, 1), role) for role in (load, *calls)])
     of_whole = torch.cat(of_a) if scales != "tensor" else of_a[0]
     right = dequantised(a, of_whole, scales, weight=False) @ dequantised(b, of_b, scales, weight=True).t()
     out = flat.reshape(world, rows, n)[:, :shard].reshape(-1, n)

@@ -133,8 +133,8 @@ def _faults_of(name: str) -> list[str]:
     ("kernel", "why"), [("_ordinary", "ordinary access"), ("_few", "64 words for 256 threads"), ("_endless", "without a limit")]
 )
 def test_the_reading_finds_what_is_wrong(compilers: Compilers, kernel: str, why: str) -> None:
-    found = compilers.submit(_faults_of, kernel).result()
-    assert any(why in fault for fault in found), found
+    errors = compilers.submit(_faults_of, kernel).result()
+    assert any(why in fault for fault in errors), errors
 
 
 def test_the_reading_finds_nothing_wrong_with_what_is_right(compilers: Compilers) -> None:

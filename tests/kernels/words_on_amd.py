@@ -50,7 +50,7 @@ _LOADING = re.compile(r'elementwise_inline_asm "global_load_dwordx2.*?pack(?:ed|
 
 def jobs(targets: Iterable[str] = AMD, problems: Iterable[Problem] = PROBLEMS) -> list[Job]:
     """A config of each variant that exchanges words."""
-    found: list[Job] = []
+    cases: list[Job] = []
     for target in targets:
         for problem in problems:
             space = space_for(problem, known_hardware(target))
@@ -59,22 +59,22 @@ def jobs(targets: Iterable[str] = AMD, problems: Iterable[Problem] = PROBLEMS) -
                     config = space.default(name)
                     if "protocol" in config.values:
                         config = Config.of(name, config.values | {"protocol": "ll"})
-                    found.append((target, problem, config))
-    return found
+                    cases.append((target, problem, config))
+    return cases
 
 
 def compiled(target: str, problem: Problem, config: Config) -> dict[str, tuple[dict[str, str], int]]:
     """The compilation stages and the number of warps of each kernel of a config."""
-    found: dict[str, tuple[dict[str, str], int]] = {}
+    kernels: dict[str, tuple[dict[str, str], int]] = {}
 
     class Keeping(Context):
         def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
             binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
             stages = {stage: binary.asm[stage] for stage in ("ttir", "ttgir", "llir", "amdgcn")}
-            found[kernel.__name__] = stages, binary.metadata.num_warps
+            kernels[kernel.__name__] = stages, binary.metadata.num_warps
 
     compile_offline(problem, config, known_hardware(target), Keeping)
-    return found
+    return kernels
 
 
 def words(listing: str) -> tuple[int, int]:
@@ -90,36 +90,36 @@ def faults(stages: dict[str, str], warps: int) -> list[str]:
 
 def _accesses(stages: dict[str, str]) -> list[str]:
     """Words are loaded and stored by the instructions of `primitives` alone, each with its bits, and no word is torn."""
-    found = []
+    errors = []
     # Loads of the addresses of peers are not volatile.
     ordinary = r"tt\.(?:load [^\n]*isVolatile = true|store) [^\n]*tensor<(?:\d+x)+!tt\.ptr<i64>>"
-    found += ["an ordinary access to words"] * len(re.findall(ordinary, stages["ttir"]))
+    errors += ["an ordinary access to words"] * len(re.findall(ordinary, stages["ttir"]))
     for line in instructions(stages["amdgcn"]):
         past = "sc0 sc1" in line and re.match(r"(global|buffer|flat)_(load|store)", line)
         if past and not _WORD.match(line) and not re.match(r"global_load_dword v\d+", line):  # the poll of one flag
-            found.append(f"not one whole word: {line}")
-    return found
+            errors.append(f"not one whole word: {line}")
+    return errors
 
 
 def _copies(stages: dict[str, str], warps: int) -> list[str]:
     """A word that is polled is held by one thread, which loads it once: what is voted on is what is used."""
     made, kept = (_LOADING.findall(stages[stage]) for stage in ("ttir", "ttgir"))
-    found = [f"{len(kept)} loads of {len(made)}"] if len(made) != len(kept) else []
+    errors = [f"{len(kept)} loads of {len(made)}"] if len(made) != len(kept) else []
     sizes = [math.prod(map(int, shape.rstrip("x").split("x"))) for _, shape in kept]
-    found += [f"{size} words for {64 * warps} threads" for size in sizes if size < 64 * warps]
+    errors += [f"{size} words for {64 * warps} threads" for size in sizes if size < 64 * warps]
     calls = re.findall(r'asm sideeffect "global_load_dwordx2[^"]*"[^(]*\(([^\n]*)\)', stages["llir"])
-    return found + ["a load from no address" for call in calls if "undef" in call or "poison" in call]
+    return errors + ["a load from no address" for call in calls if "undef" in call or "poison" in call]
 
 
 def _loops(ttir: str) -> list[str]:
     """Every loop of polls ends after some number of them."""
-    found = []
+    errors = []
     for head in re.findall(r"scf\.while.*?scf\.condition\((%\w+)\)", ttir, re.DOTALL):
         condition = re.search(rf"{re.escape(head)} = arith\.andi (%\w+), (%\w+)", ttir)
         sides = condition.groups() if condition else ()
         if not any(re.search(rf"{re.escape(side)} = arith\.cmpi slt", ttir) for side in sides):
-            found.append("a loop without a limit")
-    return found
+            errors.append("a loop without a limit")
+    return errors
 
 
 def _votes(listing: str, warps: int) -> list[str]:
@@ -127,7 +127,7 @@ def _votes(listing: str, warps: int) -> list[str]:
     lines = [line.partition(";")[0].strip() for line in listing.splitlines()]
     labels = {line[:-1]: at for at, line in enumerate(lines) if re.match(r"\.LBB\w+:$", line)}
     jumps = [(labels.get(line.split()[-1], at), at) for at, line in enumerate(lines) if re.match(r"s_c?branch", line)]
-    found, polling = [], 0
+    errors, polling = [], 0
     for first, last in ((first, last) for first, last in jumps if first < last):
         body = lines[first:last]
         loads = [at for at, line in enumerate(body) if line.startswith("global_load_dwordx2") and _WORD.match(line)]
@@ -136,12 +136,12 @@ def _votes(listing: str, warps: int) -> list[str]:
             continue
         polling += 1
         if not any(line == "s_waitcnt vmcnt(0)" for line in body[loads[-1] :]):
-            found.append("polled words are not waited for")
+            errors.append("polled words are not waited for")
         if warps > 1 and not ({"s_barrier"} <= set(body) and any(line.startswith("ds_read") for line in body)):
-            found.append("waves decide each for itself")
+            errors.append("waves decide each for itself")
     if words(listing)[0] and not polling:
-        found.append("words are loaded in no loop")
-    return found
+        errors.append("words are loaded in no loop")
+    return errors
 
 
 def main(*targets: str) -> int:

@@ -114,7 +114,7 @@ def cut_fault(problem: GemmReduceScatter, config: Config) -> str | None:
         spans[tiling.tile_of(item, whole, splits)].append((first, last))
     if m_tiles * n_tiles - whole > workers - 1 and splits > 1:
         return "more tiles are cut than there is room for"
-    faults = ((tile, uneven(found, blocks)) for tile, found in spans.items())
+    faults = ((tile, uneven(ranges, blocks)) for tile, ranges in spans.items())
     return next((f"blocks of K of tile {tile}: {fault}" for tile, fault in faults if fault), None)
 
 

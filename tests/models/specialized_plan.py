@@ -97,7 +97,7 @@ def _spans(strip: int, end_strip: int, rows: int, first: int, end: int) -> list[
     """The spans of rows `first` to `end` in strips. Spans of whole strips are contiguous."""
     if (first, end) == (0, rows):
         return [(strip * rows, end_strip * rows)]
-    return [(each * rows + first, each * rows + end) for each in range(strip, end_strip)]
+    return [(index * rows + first, index * rows + end) for index in range(strip, end_strip)]
 
 
 def _tiles(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:

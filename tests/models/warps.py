@@ -131,10 +131,10 @@ class View:
 
     def inside(self, at: Iterable[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """The slices of a box that lie inside the tensor: in the tensor and in the box."""
-        found = [
+        bounds = [
             (first, max(first, min(first + size, end))) for first, size, end in zip(at, self.box, self.tensor.shape, strict=True)
         ]
-        return tuple(slice(a, b) for a, b in found), tuple(slice(0, b - a) for a, b in found)
+        return tuple(slice(a, b) for a, b in bounds), tuple(slice(0, b - a) for a, b in bounds)
 
 
 def _dawdle() -> None:
@@ -200,9 +200,9 @@ def _load(pointer: Pointer, mask: Any = True, other: float = 0, cache_modifier: 
         assert not stopped.is_set(), "another partition has failed"
     at, mask = np.broadcast_arrays(pointer.at, mask)
     assert (at[mask] >= 0).all()
-    found = np.full(at.shape, other, pointer.memory.dtype)
-    found[mask] = pointer.memory[at[mask]]
-    return found.view(Array)
+    values = np.full(at.shape, other, pointer.memory.dtype)
+    values[mask] = pointer.memory[at[mask]]
+    return values.view(Array)
 
 
 def _store(pointer: Pointer, block: np.ndarray, mask: Any = True) -> None:

@@ -27,13 +27,13 @@ def seen(module: Any, call: Callable[[], Any]) -> dict[str, Any]:
     """Seconds, failures and errors of the first calls after the peer has gone."""
     started = time.monotonic()
     call()
-    told = {"seconds": time.monotonic() - started, "failure": module.failure()}
+    report = {"seconds": time.monotonic() - started, "failure": module.failure()}
     for name in ("next", "after"):
         try:
             call()
         except MachineError as error:
-            told[name] = str(error)
-    return told
+            report[name] = str(error)
+    return report
 
 
 def main(meeting: str, rank: int) -> None:
@@ -57,7 +57,7 @@ def main(meeting: str, rank: int) -> None:
             assert module.failure() is None
         if rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        print(json.dumps({name: seen(*each) for name, each in calls.items()}), flush=True)
+        print(json.dumps({name: seen(*pair) for name, pair in calls.items()}), flush=True)
     os._exit(0)  # the group of ranks cannot be torn down in order
 
 

@@ -170,8 +170,8 @@ def attention_looked_up(_: World, db: str, sizes: tuple[int, int], conditions: C
         attend = FlashDecode(KV_HEADS, HEADS, DIM, *sizes, dtype=torch.float32, device="cpu", db=db, conditions=conditions)
     config = attend.choices[-1].config
     attend.close()
-    told = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
-    return [config.variant if config else "bsp", *told]
+    messages = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+    return [config.variant if config else "bsp", *messages]
 
 
 def refusal(world: World, kind: str) -> str:

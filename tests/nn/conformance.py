@@ -115,9 +115,9 @@ class Subject:
     def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The linear layer in plain torch, weight [n, k]. Collective."""
         if self.linear == "gather":
-            whole = torch.cat([each[0] for each in everyones(self.world, (x,))])
+            whole = torch.cat([tensors[0] for tensors in everyones(self.world, (x,))])
             return nn.functional.linear(whole, weight, bias)
-        total = torch.stack([each[0] for each in everyones(self.world, (x @ weight.t(),))]).sum(0)
+        total = torch.stack([tensors[0] for tensors in everyones(self.world, (x @ weight.t(),))]).sum(0)
         own = total.chunk(self.world.size)[self.world.rank] if self.linear == "scatter" else total
         return own if bias is None else own + bias
 
@@ -128,14 +128,14 @@ class Subject:
         return torch.ops.autotax.flash_decode(x, *rest[:3], module.handle, *rest[3:])
 
     @property
-    def told(self) -> str:
+    def described(self) -> str:
         """The sizes as `repr` prints them."""
         return "in_features=40, out_features=24, bias=False" if self.linear else "q_heads=4, kv_heads=2"
 
     def is_right(self, module: Any, seed: int = 1, dtype: str = "fp32", tight: bool = True) -> None:
         inputs = self.inputs(seed)
-        found = called(module, *inputs)
-        assert relative_error(found, self.right(module, inputs, seed)) <= (TOLERANCE[dtype] if tight else 0.05)
+        output = called(module, *inputs)
+        assert relative_error(output, self.right(module, inputs, seed)) <= (TOLERANCE[dtype] if tight else 0.05)
 
 
 @dataclass
@@ -172,7 +172,7 @@ class MergeSubject(Subject):
     def merged(self, seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
         """The merged O and LSE of this rank's heads, in float64."""
         brought = [self.of_rank(rank, seed, rows) for rank in range(self.world.size)]
-        outs, sums = (torch.stack(each).double() for each in zip(*brought, strict=True))
+        outs, sums = (torch.stack(tensors).double() for tensors in zip(*brought, strict=True))
         scale = math.log(2.0) if self.base == "2" else 1.0
         whole = (torch.softmax(sums * scale, 0)[..., None] * outs).sum(0).float()
         heads = self.out().shape[1]
@@ -183,7 +183,7 @@ class MergeSubject(Subject):
         return torch.ops.autotax.decode_merge(x, *rest, module.handle)
 
     @property
-    def told(self) -> str:
+    def described(self) -> str:
         return f"heads={HEADS}, head_dim={DIM}"
 
 
@@ -224,7 +224,7 @@ class NormSubject(Subject):
         return torch.ops.autotax.all_reduce_norm(x, rest[0], module.handle, rest[1])
 
     @property
-    def told(self) -> str:
+    def described(self) -> str:
         return f"hidden={HIDDEN}, max_m="
 
 
@@ -244,9 +244,9 @@ def refused(call: Callable[[], Any], *parts: str) -> None:
     try:
         call()
     except UsageError as error:
-        told = str(error)
-        assert "\n" not in told, told
-        assert all(part in told for part in parts), told
+        message = str(error)
+        assert "\n" not in message, message
+        assert all(part in message for part in parts), message
     else:
         raise AssertionError("it is not refused")
 
@@ -293,10 +293,10 @@ def operators_of_torch_ops_and_gradients(subject: Subject) -> None:
         if subject.linear:
             _, write = module.OPERATORS
             right = module(x)
-            found = subject.by_operator(module, x, rest)
-            assert torch.equal(found, right)
+            output = subject.by_operator(module, x, rest)
+            assert torch.equal(output, right)
             given = torch.ones_like(right)
-            assert torch.equal(torch.autograd.grad(found, x, given)[0], torch.autograd.grad(right, x, given)[0])
+            assert torch.equal(torch.autograd.grad(output, x, given)[0], torch.autograd.grad(right, x, given)[0])
             refused(lambda: write(x, module.weight, subject.out(), module.handle), "call this without out")
         else:
             refused(lambda: subject.by_operator(module, x, rest), "there is no backward")
@@ -346,18 +346,18 @@ def transforms(subject: Subject) -> None:
 
 def in_thread(call: Callable[[], Any]) -> Any:
     """Runs a call on another thread; returns its result or its exception."""
-    told: list[Any] = []
+    outcomes: list[Any] = []
 
     def run() -> None:
         try:
-            told.append(call())
+            outcomes.append(call())
         except Exception as error:
-            told.append(error)
+            outcomes.append(error)
 
     thread = threading.Thread(target=run, name="worker")
     thread.start()
     thread.join()
-    return told[0]
+    return outcomes[0]
 
 
 def two_threads(subject: Subject) -> None:
@@ -479,9 +479,9 @@ def state_dict(subject: Subject) -> None:
 
 def representation(subject: Subject) -> None:
     with made(subject) as module:
-        told = repr(module)
-        assert f"ranks={subject.world.size}" in told
-        assert subject.told in told
+        text = repr(module)
+        assert f"ranks={subject.world.size}" in text
+        assert subject.described in text
 
 
 # Shapes, types and layouts.
@@ -667,8 +667,8 @@ def lazy_views(subject: Subject) -> None:
                 some = replaced(inputs, number, view)
                 assert torch.equal(called(module, *some), right), (number, view)
                 with torch.no_grad():
-                    found = subject.by_operator(module, some[0], some[1:])
-                assert torch.equal(first(found), right), (number, view)
+                    output = subject.by_operator(module, some[0], some[1:])
+                assert torch.equal(first(output), right), (number, view)
         refused(lambda: called(module, *inputs, out=negated(subject.out())), "out is a view that torch negates")
 
 
@@ -890,8 +890,8 @@ def copies_of_layers_like_one_another(subject: Subject) -> None:
         loaded = pickle.loads(pickle.dumps(nn.Sequential(first, second)))
         assert loaded[1].handle == loaded[0].handle
         subject.is_right(loaded[1])
-        for each in (twins[0], loaded[0]):
-            each.close()
+        for layer in (twins[0], loaded[0]):
+            layer.close()
 
 
 def results_that_are_normed(subject: Subject) -> None:
@@ -921,8 +921,8 @@ def results_that_are_normed(subject: Subject) -> None:
                 for call in (layer.normed, compiled):
                     y, new_residual, *scales = call(x, norm_weight, residual)
                     torch.testing.assert_close(new_residual, total, rtol=1e-4, atol=1e-4)
-                    found = y.float() * scales[0] if scales else y
-                    torch.testing.assert_close(found, right, rtol=0.0701 if scales else 1e-4, atol=0.05 if scales else 1e-4)
+                    output = y.float() * scales[0] if scales else y
+                    torch.testing.assert_close(output, right, rtol=0.0701 if scales else 1e-4, atol=0.05 if scales else 1e-4)
             several, expected = x.view(2, ROWS // 2, K), (subject.out_rows() // (ROWS // 2), ROWS // 2, n)
             assert layer.normed(several, norm_weight, residual.view(expected))[0].shape == expected
             refused(lambda: layer.normed(x, norm_weight, residual.double()), "residual is ")  # noqa: B023
@@ -1009,13 +1009,13 @@ def sequences_that_are_elsewhere(subject: Subject) -> None:
         o, lse = subject.inputs()
         lens = torch.tensor([2, 1 - subject.world.rank], dtype=torch.int32)
         starts = torch.tensor([0, 1, ROWS - 1], dtype=torch.int32)
-        told = lse.clone()
-        told[ROWS - 1] = -math.inf
+        masked_lse = lse.clone()
+        masked_lse[ROWS - 1] = -math.inf
         if subject.world.rank:
-            told[1:] = -math.inf
-        right = module(o, told, return_lse=True)
-        found = module(o, lse, return_lse=True, seq_lens=lens.long(), query_start_loc=starts)
-        assert all(torch.equal(one, two) for one, two in zip(found, right, strict=True))
+            masked_lse[1:] = -math.inf
+        right = module(o, masked_lse, return_lse=True)
+        results = module(o, lse, return_lse=True, seq_lens=lens.long(), query_start_loc=starts)
+        assert all(torch.equal(one, two) for one, two in zip(results, right, strict=True))
         refused(lambda: module(o, lse, seq_lens=lens), "query_start_loc is not given")
         refused(lambda: module(o, lse, seq_lens=lens, query_start_loc=lens), "query_start_loc is torch.int32 [2]")
     with made(subject) as module, torch.no_grad():
@@ -1036,13 +1036,13 @@ def every_result_of_a_norm(subject: Subject) -> None:
             results = module(x, weight, residual, scale)
             assert len(results) == 2 + (quant in ("row", "block"))
             torch.testing.assert_close(results[1], total)
-            found = results[0].float()
+            rows = results[0].float()
             if scale is not None:
-                found = found * scale
+                rows = rows * scale
             elif quant != "none":
                 assert results[2].shape == scales
-                found = (found.view(ROWS, results[2].numel() // ROWS, -1) * results[2].view(ROWS, -1, 1)).view(y.shape)
-            torch.testing.assert_close(found, y, rtol=1e-5 if quant == "none" else 0.0701, atol=1e-5 if quant == "none" else 0.05)
+                rows = (rows.view(ROWS, results[2].numel() // ROWS, -1) * results[2].view(ROWS, -1, 1)).view(y.shape)
+            torch.testing.assert_close(rows, y, rtol=1e-5 if quant == "none" else 0.0701, atol=1e-5 if quant == "none" else 0.05)
             given = [torch.empty_like(result) for result in results]
             names = dict(zip(("out", "residual_out", "scales_out"), given, strict=False))
             again = module(x.view(2, ROWS // 2, -1), weight, residual.view(2, ROWS // 2, -1), scale)
@@ -1088,15 +1088,15 @@ def cases_of(subject: Subject) -> dict[str, Callable[[Subject], None]]:
 def run_all(world: World, subject: Subject) -> dict[str, str]:
     """The failure of each case on this rank; "" if it passed."""
     subject.world = world
-    told = {}
+    failures = {}
     for name, case in cases_of(subject).items():
         try:
             case(subject)
-            told[name] = ""
+            failures[name] = ""
         except Exception:
-            told[name] = traceback.format_exc()
-        if any(world.gather(told[name], str)):
+            failures[name] = traceback.format_exc()
+        if any(world.gather(failures[name], str)):
             # Ranks that left a case at different places may have called unequally often: what follows means nothing.
-            told |= {other: f"not run after {name}" for other in cases_of(subject) if other not in told}
+            failures |= {other: f"not run after {name}" for other in cases_of(subject) if other not in failures}
             break
-    return told
+    return failures

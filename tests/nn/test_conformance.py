@@ -33,13 +33,13 @@ SUBJECTS = {
     )
 }
 WANTED = 60
-_told: dict[str, list[dict[str, str]]] = {}
+_outcomes: dict[str, list[dict[str, str]]] = {}
 
 
 def outcome(ranks: dict[int, Ranks], name: str) -> list[dict[str, str]]:
-    if name not in _told:
-        _told[name] = ranks[2].run(conformance.run_all, SUBJECTS[name], timeout=200)
-    return _told[name]
+    if name not in _outcomes:
+        _outcomes[name] = ranks[2].run(conformance.run_all, SUBJECTS[name], timeout=200)
+    return _outcomes[name]
 
 
 ALL = [(name, case) for name, subject in SUBJECTS.items() for case in cases_of(subject)]
@@ -49,12 +49,12 @@ QUICK = "linear reduce-scatter, push"
 
 @pytest.mark.parametrize(
     ("name", "case"),
-    [pytest.param(*each, marks=[] if each[0] == QUICK else pytest.mark.volume) for each in ALL],
+    [pytest.param(*pair, marks=[] if pair[0] == QUICK else pytest.mark.volume) for pair in ALL],
     ids=lambda value: value.replace(" ", "-"),
 )
 def test_a_module_is_like_any_other(ranks: dict[int, Ranks], name: str, case: str) -> None:
-    told = [rank[case] for rank in outcome(ranks, name)]
-    assert told == ["", ""], "\n".join(told)
+    failures = [rank[case] for rank in outcome(ranks, name)]
+    assert failures == ["", ""], "\n".join(failures)
 
 
 def test_the_documentation_names_each_case() -> None:

@@ -73,17 +73,17 @@ def errors_of(
             whole = (whole * 16).to(features["kv_dtype"])
         sinks = torch.randn(HEADS) + 2 if "sinks" in features else None
         ends, starts = seen_tokens(lengths, rank, size, queries=queries, window=features.get("window", 0), interleave=interleave)
-        k, v = (mine_of(each, rank, size, interleave) for each in whole)
+        k, v = (mine_of(tensor, rank, size, interleave) for tensor in whole)
         cache = paged(k, v, ends.view(batch, -1)[:, -1], page) if page else (k, v, ends)
         given: dict[str, Tensor] = {"block_table": cache[3]} if page else {}
         given |= {"kv_starts": starts} if "window" in features else {}
         given |= {"kv_scales": scales} if "kv_dtype" in features else {}
         given |= {"sinks": sinks} if sinks is not None else {}
-        found = attend(q, cache[0], cache[1], ends, **given)
+        result = attend(q, cache[0], cache[1], ends, **given)
         values = whole.double() * scales.double()[:, None, :, None, None]
         wanted = attention(q.double(), values[0], values[1], lengths.tolist(), features.get("window", 0), sinks)
         own = wanted.shape[1] // size if output == "head_scatter" else 0
-        errors.append(relative_error(found, (wanted[:, rank * own :][:, :own] if own else wanted).float()))
+        errors.append(relative_error(result, (wanted[:, rank * own :][:, :own] if own else wanted).float()))
     assert attend.failure() is None
     attend.close()
     return errors

@@ -111,36 +111,36 @@ def calls(
     causal = mask == "causal"
     more = {"causal": causal, "layout": layout, "window": window, "v_dim": v_dim}
     module = GatherAttention(KV_HEADS, HEADS, dim, tokens, max_batch=2, device=world.device, config=config, **more)  # type: ignore[arg-type]
-    found = []
+    deviations = []
     for length in (tokens, tokens // 2):
         tensors = drawn(length, dim, world.device, v_dim)
         visible = seen(length, causal, window, world.device)
         expected = right(tensors, visible)
         mine = [own(world, tensor, layout) for tensor in tensors]
         q, k, v, d_o = mine
-        found.append(far(world, [module(q, k, v)], expected[:1], layout))
+        deviations.append(far(world, [module(q, k, v)], expected[:1], layout))
         out = torch.empty_like(d_o)
         assert module(q, k, v, out) is out
-        found.append(far(world, [out], expected[:1], layout))
+        deviations.append(far(world, [out], expected[:1], layout))
         o, lse = module(q, k, v, return_lse=True)
-        found.append(far(world, [o, lse.transpose(1, 2)], [expected[0], right_lse(tensors, visible)], layout))
+        deviations.append(far(world, [o, lse.transpose(1, 2)], [expected[0], right_lse(tensors, visible)], layout))
         leaves = [tensor.clone().requires_grad_() for tensor in mine[:3]]
         o = module(*leaves)
         o.backward(d_o)
-        found.append(far(world, [o.detach(), *(leaf.grad for leaf in leaves)], expected, layout))
+        deviations.append(far(world, [o.detach(), *(leaf.grad for leaf in leaves)], expected, layout))
     if not (window or v_dim or world.size > 2):  # tracing takes as long as all else, and sees nothing of these
         torch.compiler.reset()  # the ranks serve many cases, each with functions of its own
         compiled = torch.compile(lambda *given: module(*given) * 2, backend="aot_eager", fullgraph=True)
         leaves = [tensor.clone().requires_grad_() for tensor in mine[:3]]
         o = compiled(*leaves)
         o.backward(d_o / 2)
-        found.append(far(world, [o.detach() / 2, *(leaf.grad for leaf in leaves)], expected, layout))
-        found.append(far(world, [compiled(q, k, v) / 2], expected[:1], layout))
+        deviations.append(far(world, [o.detach() / 2, *(leaf.grad for leaf in leaves)], expected, layout))
+        deviations.append(far(world, [compiled(q, k, v) / 2], expected[:1], layout))
         with_lse = torch.compile(lambda *given: module(*given, return_lse=True), backend="aot_eager", fullgraph=True)
         _, of_compiled = with_lse(q, k, v)
         assert torch.equal(of_compiled, lse)
     module.close()
-    return found
+    return deviations
 
 
 WAYS = [
@@ -166,8 +166,8 @@ WAYS = [
 
 @pytest.mark.parametrize(("layout", "mask", "variant"), WAYS)
 def test_outputs_and_gradients_are_those_of_dense_attention(ranks: Ranks, layout: str, mask: str, variant: str) -> None:
-    for found in ranks.run(calls, layout, mask, variant, timeout=200):
-        assert max(found) < LIMIT, found
+    for deviations in ranks.run(calls, layout, mask, variant, timeout=200):
+        assert max(deviations) < LIMIT, deviations
 
 
 WINDOWS = [
@@ -195,8 +195,8 @@ WINDOWS = [
 def test_windows_and_heads_of_two_sizes_are_those_of_dense_attention(
     ranks: Ranks, layout: str, variant: str, window: int, dims: tuple[int, int] | None
 ) -> None:
-    for found in ranks.run(calls, layout, "causal", variant, window, dims, timeout=200):
-        assert max(found) < LIMIT, found
+    for deviations in ranks.run(calls, layout, "causal", variant, window, dims, timeout=200):
+        assert max(deviations) < LIMIT, deviations
 
 
 ON_FOUR = [
@@ -214,8 +214,8 @@ ON_FOUR = [
 
 @pytest.mark.parametrize(("layout", "mask", "variant", "window"), ON_FOUR)
 def test_four_ranks_attend_to_the_keys_of_all(four: Ranks, layout: str, mask: str, variant: str, window: int) -> None:
-    for found in four.run(calls, layout, mask, variant, window, timeout=200):
-        assert max(found) < LIMIT, found
+    for deviations in four.run(calls, layout, mask, variant, window, timeout=200):
+        assert max(deviations) < LIMIT, deviations
 
 
 def stream(world: World, lengths: list[int], causal: bool, window: int = 0, dims: tuple[int, int] | None = None) -> list[float]:
@@ -229,18 +229,18 @@ def stream(world: World, lengths: list[int], causal: bool, window: int = 0, dims
     q, k, v, d_o = (own(world, tensor, "contiguous") for tensor in tensors)
     call = lambda *given: module(*given, lengths=lengths, return_lse=True)  # noqa: E731
     torch.compiler.reset()
-    found, outputs = [], []
+    deviations, outputs = [], []
     for one in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
         o, lse = one(q, k, v)
         leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
         recorded, _ = one(*leaves)
         recorded.backward(d_o)
         results = [o, *(leaf.grad for leaf in leaves), lse.transpose(1, 2)]
-        found.append(far(world, results, [*expected, lse_of_all], "contiguous"))
+        deviations.append(far(world, results, [*expected, lse_of_all], "contiguous"))
         outputs += [o, recorded.detach()]
     assert all(torch.equal(module(q, k, v, lengths=lengths), o) for o in outputs)
     module.close()
-    return found
+    return deviations
 
 
 STREAMS: list[tuple[list[int], bool, int, tuple[int, int] | None]] = [
@@ -260,8 +260,8 @@ STREAMS: list[tuple[list[int], bool, int, tuple[int, int] | None]] = [
 def test_a_query_sees_no_other_sequence_of_a_stream(
     request: pytest.FixtureRequest, on: str, lengths: list[int], causal: bool, window: int, dims: tuple[int, int] | None
 ) -> None:
-    for found in request.getfixturevalue(on).run(stream, lengths, causal, window, dims, timeout=200):
-        assert max(found) < LIMIT, found
+    for deviations in request.getfixturevalue(on).run(stream, lengths, causal, window, dims, timeout=200):
+        assert max(deviations) < LIMIT, deviations
 
 
 def test_one_process_alone_attends_to_a_stream_and_has_windows_and_heads_of_two_sizes() -> None:
@@ -287,7 +287,7 @@ def behind(world: World, layout: str, variant: str, window: int) -> list[float]:
     module = GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, max_batch=2, device="cpu", config=config, **more)  # type: ignore[arg-type]
     both = lambda *given: module(*given[:3], prefix=given[3:], return_lse=True)  # noqa: E731
     call = torch.compile(both, backend="aot_eager", fullgraph=True)
-    found = []
+    deviations = []
     for length in (TOKENS, TOKENS // 2):
         q, k, v = drawn(length)[:3]
         earlier = [tensor[:, :24].flip(1) for tensor in drawn(TOKENS)[1:3]]
@@ -295,9 +295,9 @@ def behind(world: World, layout: str, variant: str, window: int) -> list[float]:
         mine = [own(world, tensor, layout) for tensor in (q, k, v)]
         results = [both(*mine, *earlier), call(*mine, *earlier)]
         assert torch.equal(module(*mine, prefix=earlier), results[0][0])
-        found += [far(world, [part, sums.transpose(1, 2)], [o, lse], layout) for part, sums in results]
+        deviations += [far(world, [part, sums.transpose(1, 2)], [o, lse], layout) for part, sums in results]
     module.close()
-    return found
+    return deviations
 
 
 def dense_behind(q: Tensor, k: Tensor, v: Tensor, earlier_k: Tensor, earlier_v: Tensor, window: int) -> tuple[Tensor, Tensor]:
@@ -319,8 +319,8 @@ def dense_behind(q: Tensor, k: Tensor, v: Tensor, earlier_k: Tensor, earlier_v: 
     ],
 )
 def test_queries_see_a_prefix_that_every_rank_has(ranks: Ranks, layout: str, variant: str, window: int) -> None:
-    for found in ranks.run(behind, layout, variant, window, timeout=200):
-        assert max(found) < LIMIT, found
+    for deviations in ranks.run(behind, layout, variant, window, timeout=200):
+        assert max(deviations) < LIMIT, deviations
 
 
 @pytest.mark.parametrize("window", [0, 30])
@@ -329,8 +329,8 @@ def test_one_process_alone_sees_a_prefix(window: int) -> None:
     q, k, v, _ = drawn(TOKENS)
     earlier = k[:, :24].flip(1), v[:, :24].flip(1)
     o, lse = dense_behind(q, k, v, *earlier, window)
-    found, sums = module(q, k, v, prefix=earlier, return_lse=True)
-    assert float((found.float() - o).abs().max() / o.abs().max()) < LIMIT
+    output, sums = module(q, k, v, prefix=earlier, return_lse=True)
+    assert float((output.float() - o).abs().max() / o.abs().max()) < LIMIT
     torch.testing.assert_close(sums.transpose(1, 2), lse, rtol=1e-3, atol=1e-3)
     assert torch.equal(module(q, k, v, prefix=(k[:, :0], v[:, :0])), module(q, k, v))
 

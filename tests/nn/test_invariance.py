@@ -63,23 +63,23 @@ def changed(world: World, layer_of: type[Any], dtype: torch.dtype, options: dict
         y = layer(x[: rows // world.size if gathers else rows])
         return torch.cat(everyones(world, y)) if alone else y
 
-    most, found = call(MOST), []
+    most, mismatches = call(MOST), []
     for rows in (*ROWS, *(() if gathers or alone else (1, 3, 257))):
         y = call(rows)
         same = most.view(world.size, -1, N)[:, : rows // world.size].reshape(rows, N) if gathers else most[:rows]
-        found += [] if torch.equal(y.view(torch.uint8), same.contiguous().view(torch.uint8)) else [rows]
+        mismatches += [] if torch.equal(y.view(torch.uint8), same.contiguous().view(torch.uint8)) else [rows]
     variant = layer.choices[-1].config.variant
     assert len(layer.choices) == 1
     layer.close()
-    return variant, found
+    return variant, mismatches
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("layer_of", LAYERS)
 def test_rows_have_the_same_bits_whatever_their_number(ranks: Ranks, layer_of: type[Any], dtype: torch.dtype) -> None:
-    for variant, found in ranks.run(changed, layer_of, dtype, {}, timeout=300):
-        assert found == [], variant
+    for variant, mismatches in ranks.run(changed, layer_of, dtype, {}, timeout=300):
+        assert mismatches == [], variant
 
 
 def refused(world: World, options: dict[str, Any]) -> str:
@@ -107,9 +107,9 @@ def of_environment(world: World, db: str, value: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(INVARIANT_VARIABLES[0], value)
         layer = LinearAllReduce(normal(N, K, seed=world.rank, dtype=torch.bfloat16), None, 64, db=db, sizes=[64])
-    found = [choice.config.variant if choice.config else "bsp" for choice in layer.choices]
+    variants = [choice.config.variant if choice.config else "bsp" for choice in layer.choices]
     layer.close()
-    return found
+    return variants
 
 
 def test_an_engines_variable_asks_for_it_and_a_winner_of_another_size_answers(ranks: Ranks, tmp_path: Any) -> None:

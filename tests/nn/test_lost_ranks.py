@@ -42,11 +42,11 @@ def test_a_peer_that_dies_ends_calls_in_a_bounded_time(tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    for name, told in json.loads(out.splitlines()[-1]).items():
-        assert told["seconds"] < PATIENCE_S, (name, told)
-        assert "rank 0 waited for flag" in told["failure"] and "of rank 1" in told["failure"], (name, told)
-        assert told["failure"] in told["next"] and f"{VARIABLE}=2" in told["next"], (name, told)
-        assert told["after"] == told["next"] and "\n" not in told["next"], (name, told)
+    for name, report in json.loads(out.splitlines()[-1]).items():
+        assert report["seconds"] < PATIENCE_S, (name, report)
+        assert "rank 0 waited for flag" in report["failure"] and "of rank 1" in report["failure"], (name, report)
+        assert report["failure"] in report["next"] and f"{VARIABLE}=2" in report["next"], (name, report)
+        assert report["after"] == report["next"] and "\n" not in report["next"], (name, report)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf", "1e9", "2401"])
@@ -112,9 +112,9 @@ def test_modules_on_gpus_are_asked_to_look_again_and_again(monkeypatch: pytest.M
 
 def listening(pids: list[int]) -> list[str]:
     """The addresses at which processes listen."""
-    found = [each.laddr.ip for pid in pids for each in psutil.Process(pid).net_connections() if each.status == "LISTEN"]
-    assert found
-    return found
+    addresses = [socket.laddr.ip for pid in pids for socket in psutil.Process(pid).net_connections() if socket.status == "LISTEN"]
+    assert addresses
+    return addresses
 
 
 def pid(_: object) -> int:

@@ -145,8 +145,8 @@ def test_each_size_runs_what_is_tuned_for_it(ranks: dict[int, Ranks], tmp_path: 
 def test_ranks_with_different_databases_all_fall_back_and_say_so(ranks: dict[int, Ranks], tmp_path: Path) -> None:
     one = database(tmp_path / "a.db", (16, linear("pull")), (64, linear("push")))
     other = database(tmp_path / "b.db", (16, linear("pull")), (64, linear("push", comm=1)))
-    told = ranks[2].run(checks.looked_up, [one, other], 64, (4, 8, 32, 20, 8, 32))
-    for errors, variants, warnings in told:
+    reports = ranks[2].run(checks.looked_up, [one, other], 64, (4, 8, 32, 20, 8, 32))
+    for errors, variants, warnings in reports:
         assert max(errors) <= TOLERANCE["fp32"]
         assert variants == ["bsp", "bsp", "bsp", "pull", "bsp", "bsp"]
         assert len(warnings) == 1
@@ -245,8 +245,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_not_allowed_is_one_line_on_every_rank(ranks: dict[int, Ranks], kind: str) -> None:
-    told = ranks[2].run(checks.refusal, kind)
-    assert REFUSED[kind] in told[0]
-    assert "\n" not in told[0]
-    assert ":" in told[0]
-    assert told[0] == told[1]
+    messages = ranks[2].run(checks.refusal, kind)
+    assert REFUSED[kind] in messages[0]
+    assert "\n" not in messages[0]
+    assert ":" in messages[0]
+    assert messages[0] == messages[1]

@@ -182,7 +182,7 @@ def replayed_scaled(world: World, layer_of: type[Any], quantize: str, variant: s
     errors = []
     for replay in range(REPLAYS // 5):
         inputs = [
-            [normal(len(x), K, seed=100 * replay + 10 * i + each, dtype=BF16) for each in range(size)] for i, x in enumerate(xs)
+            [normal(len(x), K, seed=100 * replay + 10 * i + peer, dtype=BF16) for peer in range(size)] for i, x in enumerate(xs)
         ]
         for x, of_all in zip(xs, inputs, strict=True):
             x.copy_(of_all[rank])
@@ -239,8 +239,8 @@ def test_rows_of_a_layer_have_the_same_bits_whatever_their_number(gpus: Ranks, l
     space = space_for(problem, here)
     for config in space.variants[variant].seeds:
         if config in space and registry.of(problem).is_invariant(problem, config):
-            for _, found in gpus.run(changed, layer_of, BF16, {"config": config}, timeout=240):
-                assert found == [], config
+            for _, mismatches in gpus.run(changed, layer_of, BF16, {"config": config}, timeout=240):
+                assert mismatches == [], config
             return
     pytest.skip(f"no seed of {variant} has rows that do not depend on their number")
 
@@ -264,21 +264,21 @@ def from_a_worker(world: World) -> list[float]:
     whole = normal(world.size * 8, K, seed=7, dtype=BF16).to(world.device)
     x = whole[world.rank * 8 : (world.rank + 1) * 8].clone()
     torch.cuda.synchronize(world.device)
-    found: list[tuple[int, torch.Tensor]] = []
+    results: list[tuple[int, torch.Tensor]] = []
 
     def work() -> None:
         layer.use_from_this_thread()  # former tests called the group's modules from the main one
         with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(world.device)):
             torch.cuda.set_device(0)  # the current stream of the layer's device stays the new one
-            found.extend((torch.cuda.current_device(), layer(x)) for _ in range(3))
+            results.extend((torch.cuda.current_device(), layer(x)) for _ in range(3))
 
     worker = threading.Thread(target=work)
     worker.start()
     worker.join()
     torch.cuda.synchronize(world.device)
     layer.close()
-    assert [current for current, _ in found] == [0, 0, 0]
-    return [relative_error(out, whole.float() @ weight.float().t()) for _, out in found]
+    assert [current for current, _ in results] == [0, 0, 0]
+    return [relative_error(out, whole.float() @ weight.float().t()) for _, out in results]
 
 
 def test_a_thread_with_another_current_gpu_calls_on_that_of_the_layer(gpus: Ranks) -> None:

@@ -56,9 +56,9 @@ def test_attention_refuses_a_wrong_tensor(page: int, spoil: str) -> None:
             continue
         given = call_of(page)
         given[name] = SPOILT[spoil](given[name])
-        told = refused(lambda: used(**given))  # noqa: B023
-        assert told == refused(lambda: attention(page)(**given))  # noqa: B023
-        assert told.startswith(f"{name} ")
+        message = refused(lambda: used(**given))  # noqa: B023
+        assert message == refused(lambda: attention(page)(**given))  # noqa: B023
+        assert message.startswith(f"{name} ")
         assert name == "out" or given["out"].isnan().all()
     used(**call_of(page))
 
@@ -114,9 +114,9 @@ def test_a_layer_refuses_a_wrong_tensor(spoil: str, kind: type[AllGatherLinear |
         "out": lambda layer: layer(x, bad_out),
         "weight": lambda layer: layer.run(x, bad_weight, out),
     }.items():
-        told = refused(lambda: call(used))  # noqa: B023
-        assert told == refused(lambda: call(kind(torch.ones(8, 16))))  # noqa: B023
-        assert told.startswith(f"{name} is ")
+        message = refused(lambda: call(used))  # noqa: B023
+        assert message == refused(lambda: call(kind(torch.ones(8, 16))))  # noqa: B023
+        assert message.startswith(f"{name} is ")
         assert out.isnan().all()
 
 
@@ -130,10 +130,10 @@ def test_a_merge_refuses_a_wrong_tensor(spoil: str) -> None:
         if spoil in COPIED and name != "out":
             continue
         given["out"].fill_(math.nan)
-        told = refused(lambda: used(**given | {name: SPOILT[spoil](given[name])}))  # noqa: B023
+        message = refused(lambda: used(**given | {name: SPOILT[spoil](given[name])}))  # noqa: B023
         anew = DecodeMerge(4, 16, 2, dtype=F32, device="cpu")
-        assert told == refused(lambda: anew(**given | {name: SPOILT[spoil](given[name])}))  # noqa: B023
-        assert told.startswith(f"{name} is ")
+        assert message == refused(lambda: anew(**given | {name: SPOILT[spoil](given[name])}))  # noqa: B023
+        assert message.startswith(f"{name} is ")
         assert given["out"].isnan().all()
     assert torch.equal(used(**given), right)
 

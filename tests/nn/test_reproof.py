@@ -50,12 +50,12 @@ def make(world: World, dbs: list[str], prove: bool | float, stub: Any = None) ->
 
     reload()
     stubbed = mock.patch.object(reproof, "_refreshed", stub) if stub else nullcontext()
-    with warnings.catch_warnings(record=True) as told, stubbed:
+    with warnings.catch_warnings(record=True) as records, stubbed:
         warnings.simplefilter("always")
         module = autotax.nn.Tuned(PROBLEM, db=dbs[world.rank], prove=prove)
     config = module.choices[0].config
     module.close()
-    return [str(each.message) for each in told], str(config)
+    return [str(record.message) for record in records], str(config)
 
 
 def make_faulty(world: World, db: str, variant: str) -> tuple[list[str], str]:

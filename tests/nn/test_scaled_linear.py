@@ -50,12 +50,12 @@ def right(kind: str, layout: str, quantize: str, rank: int, rows: int) -> Tensor
     """The result of a rank in float32, from the inputs of all ranks."""
     scale = torch.full((1,), 1 / 64)
     parts, products = [], []
-    for each in range(WORLD):
-        x = x_of(each, rows)
+    for peer in range(WORLD):
+        x = x_of(peer, rows)
         scales = scale if quantize == "static" else scales_of(x, quantize)
         numbers = dequantised(quantised(x, scales, quantize), scales, layout, weight=False)
         parts.append(numbers)
-        weight, of_weight = weight_of(layout, rank if kind == "all_gather" else each)
+        weight, of_weight = weight_of(layout, rank if kind == "all_gather" else peer)
         products.append(numbers @ dequantised(weight, of_weight, layout, weight=True).t())
     if kind == "all_gather":
         weight, of_weight = weight_of(layout, rank)
@@ -90,7 +90,7 @@ def errors_of_layer(world: World, kind: str, layout: str, quantize: str, config:
             (layers[1](x[None].expand(1, -1, -1)[0]), wanted + bias.float()),
             (codes(quantised(x, of_x, quantize), laid_out(of_x, layout, weight=False)), wanted),
         )
-        errors += [float((found.float() - good).norm() / good.norm()) for found, good in calls]
+        errors += [float((output.float() - good).norm() / good.norm()) for output, good in calls]
         if kind != "all_gather":
             residual = torch.ones_like(wanted).bfloat16()
             errors.append(float((layers[0](x, residual=residual).float() - wanted - 1).norm() / wanted.norm()))
@@ -112,8 +112,8 @@ CONFIGS = {
 @pytest.mark.parametrize(("layout", "quantize"), [("row", "row"), ("block", "block"), ("tensor", "static")])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_results(ranks: Ranks, kind: str, layout: str, quantize: str, tuned: bool) -> None:
-    found = ranks.run(errors_of_layer, kind, layout, quantize, CONFIGS[kind] if tuned else None, timeout=120)
-    assert max(map(max, found)) < TOLERANCE
+    errors = ranks.run(errors_of_layer, kind, layout, quantize, CONFIGS[kind] if tuned else None, timeout=120)
+    assert max(map(max, errors)) < TOLERANCE
 
 
 def errors_of_normed(world: World, kind: str, quant: str) -> list[float]:
@@ -131,8 +131,8 @@ def errors_of_normed(world: World, kind: str, quant: str) -> list[float]:
         results = [call(x, norm_weight, residual) for call in (layer.normed, compiled)]
         results.append(of_codes.normed(quantised(x, of_x, "row"), norm_weight, residual, scales=of_x))
     for y, new_residual, *of_y in results:
-        found = y.float() * of_y[0].view(-1, 1) if of_y else y.float()
-        errors.append(float((found - wanted).norm() / wanted.norm() / (8 if of_y else 1)))
+        output = y.float() * of_y[0].view(-1, 1) if of_y else y.float()
+        errors.append(float((output - wanted).norm() / wanted.norm() / (8 if of_y else 1)))
         errors.append(float((new_residual.float() - total).norm() / total.norm()))
     world.barrier()
     for module in (layer, of_codes, norm):
@@ -144,8 +144,8 @@ def errors_of_normed(world: World, kind: str, quant: str) -> list[float]:
 @pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
 def test_rows_come_back_normed(ranks: Ranks, kind: str, quant: str) -> None:
     """With quantised results errors count an eighth: a code of e4m3 has 3 bits."""
-    found = ranks.run(errors_of_normed, kind, quant, timeout=120)
-    assert max(map(max, found)) < TOLERANCE
+    errors = ranks.run(errors_of_normed, kind, quant, timeout=120)
+    assert max(map(max, errors)) < TOLERANCE
 
 
 def normed_in_one(world: World, path: str, layout: str, quantize: str | None, us: list[float]) -> tuple[int, list[float]]:
@@ -214,8 +214,8 @@ def without_winners(world: World, kind: str) -> list[Any]:
             residual = torch.ones(len(total), N).bfloat16()
             wanted = torch.nn.functional.rms_norm(total, (N,), norm_weight.float(), 1e-6)
             results = layer(x) + 1, *layer.normed(x, norm_weight, residual)
-            for found, expected in zip(results, (total, wanted, total), strict=True):
-                errors.append(float((found.float() - expected).norm() / expected.norm()))
+            for result, expected in zip(results, (total, wanted, total), strict=True):
+                errors.append(float((result.float() - expected).norm() / expected.norm()))
             ran.append(type(layer.kernel_for(rows)).__name__)
     world.barrier()
     layer.close()
@@ -236,11 +236,11 @@ def several(world: World, layout: str) -> bool:
     pairs = [(torch.cat([weight, weight[:32]]), scales) for weight, scales in pairs] if layout == "block" else pairs
     given: dict[str, Any] = {"quantize": layout}
     both = AllGatherLinear([weight for weight, _ in pairs], None, M * WORLD, scales=[scales for _, scales in pairs], **given)
-    each = [AllGatherLinear(weight, None, M * WORLD, scales=scales, **given) for weight, scales in pairs]
+    layers = [AllGatherLinear(weight, None, M * WORLD, scales=scales, **given) for weight, scales in pairs]
     x = x_of(world.rank, M)
-    alike = all(torch.equal(found, layer(x)) for found, layer in zip(both(x), each, strict=True))
+    alike = all(torch.equal(output, layer(x)) for output, layer in zip(both(x), layers, strict=True))
     world.barrier()
-    for layer in (both, *each):
+    for layer in (both, *layers):
         layer.close()
     return alike
 
@@ -298,10 +298,10 @@ def compiled(world: World) -> float:
     with torch.no_grad():
         again = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
         exported = torch.export.export(layer, (x,)).module()(x)
-        found = layer(x)
+        output = layer(x)
     world.barrier()
     layer.close()
-    return float((again.float() - found.float()).abs().max() + (exported.float() - found.float()).abs().max())
+    return float((again.float() - output.float()).abs().max() + (exported.float() - output.float()).abs().max())
 
 
 @pytest.mark.volume

@@ -41,19 +41,19 @@ def test_both_editions_of_the_stack_compute_the_same(tmp_path: Path) -> None:
     config = space_for(problem, here).default("decomposed")
     down, few = (GemmReduceScatter(m, 64, 48, "fp32", output, 2) for m, output in ((16, "scattered"), (1, "replicated")))
     of_gate_up = GemmReduceScatter(16, 64, 96, "fp32", "scattered", 2, "kn")
-    won = {each: space_for(each, here).default("push") for each in (down, few, of_gate_up)}
+    won = {gemm: space_for(gemm, here).default("push") for gemm in (down, few, of_gate_up)}
     with Store.open(db) as store:
-        for each, winner in {problem: config, **won}.items():
-            keep_winner(store, each, winner, here, environment("cpu"), ON_CPU)
+        for gemm, winner in {problem: config, **won}.items():
+            keep_winner(store, gemm, winner, here, environment("cpu"), ON_CPU)
     document, printed = scripted("llama.py", *SIZES.split(), "--timeout", "100", "--db", str(db), "--json", str(out))
-    scenarios = {each["name"]: each for each in document["scenarios"]}
+    scenarios = {scenario["name"]: scenario for scenario in document["scenarios"]}
     assert list(scenarios) == ["prefill, 16 tokens", "decode, batch 1, KV 32", "decode, batch 2, KV 32", "train, 16 tokens"]
-    assert [each["spread"] for each in scenarios.values()] == [True, False, True, True]
-    assert all(each["equal"] and each["speedup"] > 0 for each in scenarios.values())
-    assert 0 < max(each["relative_error"] for each in scenarios.values()) < 1e-5, "two ways of computing, not one"
-    took = {(each["module"], each["problem"].get("m")): (each["match"], each["takes"]) for each in document["modules"]}
+    assert [scenario["spread"] for scenario in scenarios.values()] == [True, False, True, True]
+    assert all(scenario["equal"] and scenario["speedup"] > 0 for scenario in scenarios.values())
+    assert 0 < max(scenario["relative_error"] for scenario in scenarios.values()) < 1e-5, "two ways of computing, not one"
+    took = {(module["module"], module["problem"].get("m")): (module["match"], module["takes"]) for module in document["modules"]}
     assert (took["down", 16], took["down", 1]) == (("exact", str(won[down])), ("exact", str(won[few])))
-    assert ("exact", str(won[of_gate_up])) in [(each["match"], each["takes"]) for each in document["modules"]]
+    assert ("exact", str(won[of_gate_up])) in [(module["match"], module["takes"]) for module in document["modules"]]
     assert took["QKV", 16] == ("exact", str(config)) and took["QKV", 2] == ("fallback", "bulk-synchronous")
     assert "prefill, 16 tokens" in printed and "say nothing about GPUs" in printed
 
@@ -64,9 +64,9 @@ def test_sizes_that_the_ranks_cannot_share_are_one_line(
     monkeypatch.syspath_prepend(SCRIPT.parent)
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *SIZES.split(), "--q-heads", "5", "--db", str(tmp_path / "none.db")])
     assert importlib.import_module("llama").main() == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err == "llama.py: q_heads is 5; 2 ranks share it: give a multiple as --q-heads\n"
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err == "llama.py: q_heads is 5; 2 ranks share it: give a multiple as --q-heads\n"
 
 
 @pytest.mark.volume
@@ -77,11 +77,11 @@ def test_an_unchanged_stack_computes_the_same_in_all_editions(tmp_path: Path, tr
     config = space_for(down, here).default("push")
     with Store.open(db) as store:
         keep_winner(store, down, config, here, environment("cpu"), ON_CPU)
-    document, told = scripted("async_tp.py", *UNCHANGED.split(), *train, "--db", str(db), "--json", str(out))
+    document, text = scripted("async_tp.py", *UNCHANGED.split(), *train, "--db", str(db), "--json", str(out))
     (scenario,) = document["scenarios"]
     assert scenario["equal"] and 0 < scenario["relative_error"]["autotax"] < 1e-5
     assert set(scenario["us"]) == {"NCCL", "torch async TP", "autotax"}
-    assert str(config) in document["ran"] and "outputs equal" in told
+    assert str(config) in document["ran"] and "outputs equal" in text
 
 
 @pytest.mark.volume

@@ -312,14 +312,14 @@ def test_with_check_a_call_that_one_rank_refuses_is_refused_on_all(two: Ranks) -
 
 
 def values(world: World) -> list[bool]:
-    found = []
+    grads = []
     for codes in (True, False):
         weight, bias = nn.Parameter(normal(N, K, seed=3, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(N).bfloat16())
         more: dict[str, Any] = {"scales": torch.ones(1, N), "quantize": "row", "backward_weight": weight} if codes else {}
         layer = LinearReduceScatter(weight.detach().to(CODES) if codes else weight, None, M, bias=bias, **more)
         (layer(normal(M, K, seed=4, dtype=torch.bfloat16)).float() * (1 + world.rank)).sum().backward()
         assert bias.grad is not None
-        found.append(bias.grad)
+        grads.append(bias.grad)
         layer.close()
     blocks = torch.rand(2, 128, generator=torch.Generator().manual_seed(1)) + 0.5
     weight, x = normal(256, 16384, seed=5, dtype=F32).to(CODES), normal(M, 16384, seed=6, dtype=torch.bfloat16)
@@ -332,7 +332,7 @@ def values(world: World) -> list[bool]:
     try:
         AllReduceNorm(K, M, device="cpu", eps=1e-6 + world.rank)
     except UsageError as error:
-        return [torch.equal(*found), near, "eps=1.000001" in str(error)]
+        return [torch.equal(*grads), near, "eps=1.000001" in str(error)]
     return [False]
 
 
@@ -344,9 +344,9 @@ def empty_pools(_: World) -> bool:
     """Attention over pools of no page, on ranks that hold no token."""
     attend = FlashDecode(1, 2, 16, M, 32, dtype=F32, device="cpu", page=16)
     pool, counts = torch.zeros(0, 16, 1, 16), torch.zeros(M, dtype=torch.int32)
-    found = attend(torch.ones(M, 2, 16), pool, pool, counts, torch.full((M, 1), -1, dtype=torch.int32))
+    output = attend(torch.ones(M, 2, 16), pool, pool, counts, torch.full((M, 1), -1, dtype=torch.int32))
     attend.close()
-    return bool(found.any())
+    return bool(output.any())
 
 
 def test_pools_may_have_no_page(two: Ranks) -> None:

@@ -53,10 +53,10 @@ PROBLEMS: dict[str, Problem] = {
 
 def variants() -> list[tuple[str, str]]:
     """Each kind of call with each variant that its problem's space has on CPU ranks."""
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for kind, problem in PROBLEMS.items():
-        found += [(kind, variant) for variant in space_for(problem, detect("cpu")).variants]
-    return found
+        pairs += [(kind, variant) for variant in space_for(problem, detect("cpu")).variants]
+    return pairs
 
 
 def subject_of(kind: str) -> Subject:

@@ -51,12 +51,12 @@ def test_gradients_are_the_numerical_ones(ranks: dict[int, Ranks], case: Trained
 
 @pytest.mark.parametrize("kind", training.LAYERS)
 def test_a_backward_computes_what_is_asked_for_and_refuses_the_rest(ranks: dict[int, Ranks], kind: str) -> None:
-    for told in ranks[2].run(training.what_is_asked_for, kind, timeout=120):
-        assert "create_graph=True" in told.pop("second")
-        assert told.pop("nothing") is False
-        assert told.pop("autocast") == (torch.float32, BF16, torch.float32)
-        assert told.pop("empty") == (0, K)
-        assert set(told.values()) == {True}, told
+    for report in ranks[2].run(training.what_is_asked_for, kind, timeout=120):
+        assert "create_graph=True" in report.pop("second")
+        assert report.pop("nothing") is False
+        assert report.pop("autocast") == (torch.float32, BF16, torch.float32)
+        assert report.pop("empty") == (0, K)
+        assert set(report.values()) == {True}, report
 
 
 @pytest.mark.volume
@@ -83,9 +83,9 @@ def test_several_weights_share_one_gather_and_its_result(ranks: dict[int, Ranks]
     ("kind", "config"), [("scatter", row_linear("push")), ("reduce", row_linear("words")), ("reduce", None)], ids=str
 )
 def test_a_residual_is_added_however_it_is_laid_out(ranks: dict[int, Ranks], kind: str, config: Config | None) -> None:
-    for told in ranks[2].run(training.what_a_residual_may_be, kind, config, timeout=120):
-        assert told.pop("ran") == (config.variant if config else "bsp", None)
-        assert "it must be torch.float32 [" in told.pop("shape")
-        assert "residual is torch.float64" in told.pop("type")
-        assert "out shares memory with residual" in told.pop("out itself")
-        assert set(told.values()) == {True}, told
+    for report in ranks[2].run(training.what_a_residual_may_be, kind, config, timeout=120):
+        assert report.pop("ran") == (config.variant if config else "bsp", None)
+        assert "it must be torch.float32 [" in report.pop("shape")
+        assert "residual is torch.float64" in report.pop("type")
+        assert "out shares memory with residual" in report.pop("out itself")
+        assert set(report.values()) == {True}, report

@@ -53,21 +53,21 @@ def plainly(kind: str, inputs: list[dict[str, Tensor]], rank: int) -> tuple[Tens
     `inputs` of each rank: x, weight [n, k], bias, residual, dy. The loss is the sum over the ranks of y * dy; for "reduce", where
     all ranks compute the same, that of one.
     """
-    leaves = [{name: tensor.float().requires_grad_(name != "dy") for name, tensor in each.items()} for each in inputs]
+    leaves = [{name: tensor.float().requires_grad_(name != "dy") for name, tensor in tensors.items()} for tensors in inputs]
     ranks = len(leaves)
     if kind == "gather":
-        whole = torch.cat([each["x"] for each in leaves])
-        ys = [whole @ each["weight"].t() for each in leaves]
+        whole = torch.cat([tensors["x"] for tensors in leaves])
+        ys = [whole @ tensors["weight"].t() for tensors in leaves]
     else:
-        total = torch.stack([each["x"] @ each["weight"].t() for each in leaves]).sum(0)
+        total = torch.stack([tensors["x"] @ tensors["weight"].t() for tensors in leaves]).sum(0)
         ys = list(total.chunk(ranks)) if kind == "scatter" else [total] * ranks
-    ys = [y + each["bias"] if "bias" in each else y for y, each in zip(ys, leaves, strict=True)]
-    ys = [y + each["residual"] if "residual" in each else y for y, each in zip(ys, leaves, strict=True)]
-    losses = [(y * each["dy"]).sum() for y, each in zip(ys, leaves, strict=True)]
+    ys = [y + tensors["bias"] if "bias" in tensors else y for y, tensors in zip(ys, leaves, strict=True)]
+    ys = [y + tensors["residual"] if "residual" in tensors else y for y, tensors in zip(ys, leaves, strict=True)]
+    losses = [(y * tensors["dy"]).sum() for y, tensors in zip(ys, leaves, strict=True)]
     (losses[rank] if kind == "reduce" else torch.stack(losses).sum()).backward()
     grads = {name: tensor.grad for name, tensor in leaves[rank].items() if tensor.grad is not None}
     if kind == "scatter" and "bias" in grads:  # one bias of all ranks
-        grads["bias"] = torch.stack([each["bias"].grad for each in leaves]).sum(0)  # type: ignore[misc]
+        grads["bias"] = torch.stack([tensors["bias"].grad for tensors in leaves]).sum(0)  # type: ignore[misc]
     return ys[rank].detach(), grads
 
 
@@ -90,11 +90,11 @@ def gradient_errors(world: World, case: Trained) -> tuple[float, str]:
         mine |= {"bias": layer.bias.detach()} if case.bias else {}
         mine |= {name: tensor.detach() for name, tensor in more.items()}
         right, grads = plainly(case.kind, everyones(world, mine), world.rank)  # type: ignore[arg-type]
-        found = {"x": x.grad, "weight": (weight.grad.t() if turned else weight.grad).contiguous()}
-        found |= {"bias": layer.bias.grad} if case.bias else {}
-        found |= {name: tensor.grad for name, tensor in more.items()}
-        assert found.keys() == grads.keys()
-        errors = [relative_error(y, right), *(relative_error(found[name], grads[name]) for name in grads)]
+        gradients = {"x": x.grad, "weight": (weight.grad.t() if turned else weight.grad).contiguous()}
+        gradients |= {"bias": layer.bias.grad} if case.bias else {}
+        gradients |= {name: tensor.grad for name, tensor in more.items()}
+        assert gradients.keys() == grads.keys()
+        errors = [relative_error(y, right), *(relative_error(gradients[name], grads[name]) for name in grads)]
         worst = max(worst, *errors)
     assert layer.failure() is None
     ran = [part.choices[-1].config for part in (layer, layer.gradient)]
@@ -168,37 +168,37 @@ def what_is_asked_for(world: World, kind: str) -> dict[str, Any]:
     case = Trained(kind, bias=False)
     layer = case.make(world)
     x = normal(4, K, seed=world.rank, dtype=torch.float32)
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     wanted = x.clone().requires_grad_()
     right = torch.autograd.grad(layer(wanted).sum(), (wanted, layer.weight))
     y = layer(x)
     y.sum().backward()
-    told["weight alone"] = torch.equal(layer.weight.grad, right[1])
+    report["weight alone"] = torch.equal(layer.weight.grad, right[1])
     layer.weight.requires_grad_(False)
-    told["nothing"] = layer(x).requires_grad
-    told["frozen"] = torch.equal(torch.autograd.grad(layer(wanted).sum(), wanted)[0], right[0])
+    report["nothing"] = layer(x).requires_grad
+    report["frozen"] = torch.equal(torch.autograd.grad(layer(wanted).sum(), wanted)[0], right[0])
     layer.weight.requires_grad_()
-    told["second"] = refused(lambda: torch.autograd.grad(layer(wanted).sum(), wanted, create_graph=True))
+    report["second"] = refused(lambda: torch.autograd.grad(layer(wanted).sum(), wanted, create_graph=True))
     again = layer(wanted).sum()
     first = torch.autograd.grad(again, wanted, retain_graph=True)[0]
-    told["twice"] = torch.equal(torch.autograd.grad(again, wanted)[0], first)
+    report["twice"] = torch.equal(torch.autograd.grad(again, wanted)[0], first)
     half = x.bfloat16().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(half)
         loss = y.square().sum()
         inside = torch.autograd.grad(loss, (half, layer.weight), retain_graph=True)
     outside = torch.autograd.grad(loss, (half, layer.weight))
-    told["autocast"] = y.dtype, outside[0].dtype, outside[1].dtype
-    told["autocast alike"] = all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
+    report["autocast"] = y.dtype, outside[0].dtype, outside[1].dtype
+    report["autocast alike"] = all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
     like = LAYERS[kind](nn.Parameter(layer.weight.detach() * 2), like=layer)
-    told["like"] = torch.equal(torch.autograd.grad(like(wanted).sum(), wanted)[0], 2 * right[0])
+    report["like"] = torch.equal(torch.autograd.grad(like(wanted).sum(), wanted)[0], 2 * right[0])
     empty = x[:0].clone().requires_grad_()
     layer(empty).sum().backward()
-    told["empty"] = tuple(empty.grad.shape)  # type: ignore[union-attr]
+    report["empty"] = tuple(empty.grad.shape)  # type: ignore[union-attr]
     three = wanted.detach().view(2, 2, K).requires_grad_()
-    told["dimensions"] = torch.equal(torch.autograd.grad(layer(three).sum(), three)[0].view(4, K), right[0])
+    report["dimensions"] = torch.equal(torch.autograd.grad(layer(three).sum(), three)[0].view(4, K), right[0])
     layer.close()
-    return told
+    return report
 
 
 def compiled(world: World, kind: str, keep: bool = True) -> tuple[str, float]:
@@ -230,7 +230,7 @@ def several(world: World, config: Config | None, layout: str) -> tuple[float, fl
     errors, views = [], [*layer.weights]
     for call, rows in enumerate((8, 3, 8)):
         x = normal(rows, K, seed=10 * call + world.rank, dtype=torch.float32)
-        whole = torch.cat([each[0] for each in everyones(world, (x,))])
+        whole = torch.cat([tensors[0] for tensors in everyones(world, (x,))])
         right = [whole @ part.t() + bias for part, bias in zip(parts, biases, strict=True)]
         with torch.no_grad():
             ys, gathered = layer(x, gathered=True)
@@ -241,14 +241,14 @@ def several(world: World, config: Config | None, layout: str) -> tuple[float, fl
     ys, gathered = layer(wanted, gathered=True)
     (ys[0].sum() + 2 * ys[1].sum() + 3 * ys[2].sum() + 5 * gathered.sum()).backward()
     mine = sum(scale * part.sum(0) for scale, part in zip((1, 2, 3), parts, strict=True))
-    grad = torch.stack([each[0] for each in everyones(world, (mine,))]).sum(0) + 5 * world.size  # type: ignore[arg-type]
+    grad = torch.stack([tensors[0] for tensors in everyones(world, (mine,))]).sum(0) + 5 * world.size  # type: ignore[arg-type]
     shared = len({y.untyped_storage().data_ptr() for y in ys}) == 1
     one = (layer.weight.grad if layout == "nk" else layer.weight.grad.t()).contiguous()
     deep = torch.cat([scale * whole.sum(0).expand(size, K) for scale, size in zip((1, 2, 3), sizes, strict=True)])
-    found = max(relative_error(wanted.grad, grad.expand(len(x), K)), relative_error(one, deep))
+    deviation = max(relative_error(wanted.grad, grad.expand(len(x), K)), relative_error(one, deep))
     shared = shared and all(view.data_ptr() >= layer.weight.data_ptr() for view in views)
     layer.close()
-    return max(errors), found, shared
+    return max(errors), deviation, shared
 
 
 def what_a_residual_may_be(world: World, kind: str, config: Config | None) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def what_a_residual_may_be(world: World, kind: str, config: Config | None) -> di
     case = Trained(kind, config=config)
     layer = case.make(world)
     x = normal(2, 4, K, seed=world.rank, dtype=torch.float32)
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     with torch.no_grad():
         plain = layer(x)
         wide = normal(*plain.shape[:-1], N + 1, seed=5, dtype=torch.float32)
@@ -266,23 +266,23 @@ def what_a_residual_may_be(world: World, kind: str, config: Config | None) -> di
         def near(y: Tensor) -> bool:
             return relative_error(y, right) <= 1e-5
 
-        told["strided and misaligned"] = near(layer(x, residual=residual))
+        report["strided and misaligned"] = near(layer(x, residual=residual))
         out = torch.empty_like(plain)
-        told["into out"] = layer(x, out, residual.contiguous()) is out and near(out)
+        report["into out"] = layer(x, out, residual.contiguous()) is out and near(out)
         fast = torch.compile(lambda x, residual: layer(x, residual=residual), backend="aot_eager", fullgraph=True)
-        told["compiled"] = near(fast(x, residual.contiguous()))
+        report["compiled"] = near(fast(x, residual.contiguous()))
         with torch.autocast("cpu", torch.bfloat16):
-            told["autocast"] = near(layer(x, residual=residual))
+            report["autocast"] = near(layer(x, residual=residual))
             half = layer(x, residual=residual.bfloat16())
-        told["another type under autocast"] = relative_error(half, plain + residual.bfloat16()) <= 1e-5
-        told["shape"] = refused(lambda: layer(x, residual=residual[..., :1]))
-        told["type"] = refused(lambda: layer(x, residual=residual.double()))
-        told["out itself"] = refused(lambda: layer(x, out, out))
+        report["another type under autocast"] = relative_error(half, plain + residual.bfloat16()) <= 1e-5
+        report["shape"] = refused(lambda: layer(x, residual=residual[..., :1]))
+        report["type"] = refused(lambda: layer(x, residual=residual.double()))
+        report["out itself"] = refused(lambda: layer(x, out, out))
         first = next(iter(layer._made.values()), None)
         if first is not None:
             with_plugin = adding_behind(lambda x, weight, out: first.fitted(layer._problem(8))(x, weight, out))
             with_plugin(x.view(8, K), layer.weight.detach(), out.view(-1, N), layer.bias.detach(), residual.reshape(-1, N))
-            told["by a kernel that does not add"] = near(out)
-    told["ran"] = (first.config.variant if first else "bsp", layer.failure())
+            report["by a kernel that does not add"] = near(out)
+    report["ran"] = (first.config.variant if first else "bsp", layer.failure())
     layer.close()
-    return told
+    return report

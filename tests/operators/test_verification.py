@@ -97,7 +97,7 @@ def test_odd_sets_of_other_operators_have_what_is_not_finite_and_what_is_far_fro
     assert every.isnan().any() and every.isinf().any()
     assert every.isfinite().sum() > len(every) / 2, "most elements are held to a limit"
     if not isinstance(problem, HeadGather):  # which copies, whatever it is
-        sizes = torch.cat([each[each.isfinite()] for each in given]).abs()
+        sizes = torch.cat([tensor[tensor.isfinite()] for tensor in given]).abs()
         assert sizes.max() > (12 if problem.dtype == "fp16" else 1000) and (sizes[sizes > 0].min() < 1e-3)
 
 

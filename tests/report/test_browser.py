@@ -80,8 +80,8 @@ def seen(folder: Path, content: str, scheme: str) -> dict[str, Any]:
     shown = subprocess.run([str(BROWSER), *flags], capture_output=True, text=True, timeout=280)
     body = re.search(r"<body>(\{.*\})</body>", shown.stdout, re.DOTALL)
     assert body, shown.stdout[-500:] + shown.stderr[-2000:]
-    found: dict[str, Any] = json.loads(unescape(body[1]))
-    return found
+    pages: dict[str, Any] = json.loads(unescape(body[1]))
+    return pages
 
 
 def luminance(colour: str) -> float:
@@ -104,9 +104,9 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_in_a_browser(tmp_path: Path, scheme: str) -> None:
     loss = a_winner(2, PUSH, problem=SMALL, speedup=0.97, interval_low=0.95, interval_high=0.99)
-    found = seen(tmp_path, made([a_winner(1), loss], some_trials(), [COMPARED, *DOCUMENTS]), scheme)
-    assert found.keys() == WIDTHS.keys()
-    for name, page in found.items():
+    pages = seen(tmp_path, made([a_winner(1), loss], some_trials(), [COMPARED, *DOCUMENTS]), scheme)
+    assert pages.keys() == WIDTHS.keys()
+    for name, page in pages.items():
         assert page["width"] <= WIDTHS[name], f"{name}: the page is wider than its window: {page['out']}"
         assert not page["out"] and not page["cut"], f"{name}: {page['out']} sticks out, {page['cut']} is cut"
         assert (luminance(page["paper"]) < 0.1) == (scheme == "dark")

@@ -65,8 +65,8 @@ def test_a_file_without_a_ladder_is_one_line(tmp_path: Path, capsys: pytest.Capt
     file = tmp_path / "compare.json"
     file.write_text(content)
     assert ladder.main([str(file), "-o", str(tmp_path)]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.startswith(f"autotax: file {file}") and told.err.count("\n") == 1
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith(f"autotax: file {file}") and output.err.count("\n") == 1
     assert not (tmp_path / "ladder.svg").exists()
 
 

@@ -88,7 +88,7 @@ def made(winners: Sequence[WinnerRecord] = (), trials: Sequence[TrialRecord] = (
 
 
 def pictures(content: str) -> list[ElementTree.Element]:
-    return [ElementTree.fromstring(found) for found in re.findall(r"<svg.*?</svg>", content, re.DOTALL)]
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", content, re.DOTALL)]
 
 
 def titles(picture: ElementTree.Element) -> list[str]:
@@ -99,32 +99,32 @@ def test_winners_against_bsp() -> None:
     win = a_winner(1, speedup=1.25)
     loss = a_winner(2, problem=SMALL, speedup=0.97, interval_low=0.95, interval_high=0.99, tie=True, created_at=MADE)
     content = made([win, loss], some_trials())
-    found = Page(content)
-    assert "1 of 2 problems beat BSP. Geometric mean of the winners: 1.10x faster than BSP, from 0.97x to 1.25x." in found.text
-    assert "2 winners and 5 trials of my.db, 0 comparisons; 2026-01-02 03:04 UTC" in found.text
-    assert "all-gather-gemm, 4 ranks: 4 x NVIDIA H200 (cuda:90, peer access 12/12 pairs); graph calls, cold L2" in found.text
-    won = found.row("m 512 x 7168 x 8192")
+    document = Page(content)
+    assert "1 of 2 problems beat BSP. Geometric mean of the winners: 1.10x faster than BSP, from 0.97x to 1.25x." in document.text
+    assert "2 winners and 5 trials of my.db, 0 comparisons; 2026-01-02 03:04 UTC" in document.text
+    assert "all-gather-gemm, 4 ranks: 4 x NVIDIA H200 (cuda:90, peer access 12/12 pairs); graph calls, cold L2" in document.text
+    won = document.row("m 512 x 7168 x 8192")
     assert won[1] == "push block_m=64 comm_ctas=16 order=zigzag"
     assert "push</summary> block_m=64" in content, "folded"
     assert won[2:] == ["120.5", "150.0", "1.25x [1.20, 1.29]", "-", ""]
-    assert found.row("m 64 x 7168 x 8192")[4:] == ["0.97x [0.95, 0.99]", "2026-01-02", "a tie"]
+    assert document.row("m 64 x 7168 x 8192")[4:] == ["0.97x [0.95, 0.99]", "2026-01-02", "a tie"]
     assert 'class="figure loss">0.97x' in content and 'class="figure loss">1.2' not in content
-    assert f"geometric mean: {math.sqrt(1.25 * 0.97):.2f}x faster than BSP" in found.text
-    order = [row[0] for row in found.rows if row[0].startswith("m ")]
+    assert f"geometric mean: {math.sqrt(1.25 * 0.97):.2f}x faster than BSP" in document.text
+    order = [row[0] for row in document.rows if row[0].startswith("m ")]
     assert order == ["m 64 x 7168 x 8192", "m 512 x 7168 x 8192"], "by sizes, as numbers"
     assert any("push: 120.5 us" in title for title in titles(pictures(content)[0]))
 
 
 def test_how_a_search_went() -> None:
     content = made([a_winner(1)], some_trials())
-    found = Page(content)
-    assert "m 512 x 7168 x 8192: 4 trials, 2 ok, 2 hang" in found.text, "finalists are no trials of the search"
-    assert found.row("push", "2")[2:4] == ["2", "99.00"]
-    assert found.row("pull", "2")[2:] == ["0", "-", ""]
-    assert found.row("2", "hang") == ["2", "hang", "rank 1 <waited> for 2"]
-    name, *told = titles(pictures(content)[1])
+    document = Page(content)
+    assert "m 512 x 7168 x 8192: 4 trials, 2 ok, 2 hang" in document.text, "finalists are no trials of the search"
+    assert document.row("push", "2")[2:4] == ["2", "99.00"]
+    assert document.row("pull", "2")[2:] == ["0", "-", ""]
+    assert document.row("2", "hang") == ["2", "hang", "rank 1 <waited> for 2"]
+    name, *labels = titles(pictures(content)[1])
     assert name == "Latency of each trial, and the best so far"
-    assert sorted(told) == ["1. ok 120.5 us: push", "2. ok 99.00 us: push", "3. hang: pull", "4. hang: pull"]
+    assert sorted(labels) == ["1. ok 120.5 us: push", "2. ok 99.00 us: push", "3. hang: pull", "4. hang: pull"]
 
 
 def test_a_search_tells_pruned_and_failed_apart_and_shows_its_last_steps() -> None:
@@ -184,8 +184,8 @@ def test_a_variant_has_one_colour_everywhere() -> None:
 
 
 def test_a_problem_that_nothing_won_is_there() -> None:
-    found = Page(made([], some_trials()))
-    assert found.row("m 512 x 7168 x 8192") == ["m 512 x 7168 x 8192", "nothing yet", "-", "-", "-", "-", ""]
+    document = Page(made([], some_trials()))
+    assert document.row("m 512 x 7168 x 8192") == ["m 512 x 7168 x 8192", "nothing yet", "-", "-", "-", "-", ""]
 
 
 def test_winners_of_other_sources_are_marked_and_give_way() -> None:
@@ -197,19 +197,19 @@ def test_winners_of_other_sources_are_marked_and_give_way() -> None:
 
 def test_what_is_measured_elsewhere_or_otherwise_has_a_table_of_its_own() -> None:
     trial = replace(a_trial(0, conditions={"mode": "eager", "l2": "warm"}), run=a_run(FlashDecode(1, 2, 1, 64, 99), CPUS))
-    found = Page(made([a_winner(1)], [trial]))
-    assert found.opened.count("h2") == 3, "and the glossary"
-    assert f"flash-decode, 1 rank: {CPU_NOTE}; eager calls, warm L2" in found.text
-    assert found.row("B 1, 2/1 heads, KV 99, dim 64")[1] == "nothing yet"
+    document = Page(made([a_winner(1)], [trial]))
+    assert document.opened.count("h2") == 3, "and the glossary"
+    assert f"flash-decode, 1 rank: {CPU_NOTE}; eager calls, warm L2" in document.text
+    assert document.row("B 1, 2/1 heads, KV 99, dim 64")[1] == "nothing yet"
 
 
 @pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", "a & b", '"><img src=x>'])
 def test_texts_are_texts(hostile: str) -> None:
     trial = replace(a_trial(0, status="crash", latency_us=None, verified=False, error=hostile), run=a_run())
     content = page(hostile, MADE, [], [trial], [])
-    found = Page(content)
-    assert found.row("1", "crash")[2] == hostile and hostile in found.text
-    assert not {"script", "img", "link"} & set(found.opened)
+    document = Page(content)
+    assert document.row("1", "crash")[2] == hostile and hostile in document.text
+    assert not {"script", "img", "link"} & set(document.opened)
 
 
 def test_the_page_needs_nothing_else_and_its_pictures_are_whole() -> None:
@@ -225,16 +225,16 @@ def test_comparisons_are_beside_their_like() -> None:
     failed["speedup_vs_best_peer"] = None
     elsewhere = COMPARED | {"hardware": replace(HARDWARE, count=8).to_dict(), "speedup_vs_best_peer": 2.0}
     content = made([], some_trials(), [COMPARED, failed, elsewhere, *DOCUMENTS[:2]])
-    found = Page(content)
-    assert ["m 512 x 7168 x 8192", "push", "80.00", "1.50x", "torch-graph", "0.90x", "70.00", "1.14x", "67 %"] in found.rows
-    bars = [[told.partition(", ")[2] for told in titles(drawn)[1:]] for drawn in pictures(content) if "Where" in titles(drawn)[0]]
+    document = Page(content)
+    assert ["m 512 x 7168 x 8192", "push", "80.00", "1.50x", "torch-graph", "0.90x", "70.00", "1.14x", "67 %"] in document.rows
+    bars = [[bar.partition(", ")[2] for bar in titles(drawn)[1:]] for drawn in pictures(content) if "Where" in titles(drawn)[0]]
     assert bars == [["work: 70.00 us of 100.0", "still paid: 10.00 us of 100.0", "won back: 20.00 us of 100.0"]] * 2
     assert 'class="figure loss">0.90x' in content
-    assert found.row("m 64 x 7168 x 8192", "not verified: no ranks")[2:4] == ["-", "-"]
+    assert document.row("m 64 x 7168 x 8192", "not verified: no ranks")[2:4] == ["-", "-"]
     four, eight = "1.11x slower than the best alternative", "2.00x faster than the best alternative"
     for means in (four, eight):  # each machine by itself
-        assert f"geometric means: 1.50x faster than BSP, {means}" in found.text
-    assert found.row("B 1, 64/8 heads, KV 32K", "42.00")[-1] == "4.00x", "the ladder"
+        assert f"geometric means: 1.50x faster than BSP, {means}" in document.text
+    assert document.row("B 1, 64/8 heads, KV 32K", "42.00")[-1] == "4.00x", "the ladder"
 
 
 @pytest.mark.parametrize(("low", "high"), [(1e-12, 1e14), (0.9, 9.9e14), (1.0, 1.3)])

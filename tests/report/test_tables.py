@@ -91,10 +91,10 @@ def test_no_screen_breaks_a_name_or_cuts_a_figure(width: int) -> None:
     compared = seen(tables.comparison(Comparison(PROBLEM, GPUS, conditions, rows)), width)
     standings = tuple(Standing(row.measurement, row.speedup or 1.0, (1.28, 1.33)) for row in rows[:2])
     verdict = replace(a_verdict(), standings=standings, winner=standings[0], baseline=standings[1].measurement)
-    found = seen(tables.finalists(verdict), width)
+    finals = seen(tables.finalists(verdict), width)
     for text, words in (
         (compared, "autotax push_two_kernel 119.2 1.31x best trials bsp-graph nccl-ll128 nccl_ll128 multicast machine order="),
-        (found, "push_two_kernel 119.2 1.31x winner BSP order="),
+        (finals, "push_two_kernel 119.2 1.31x winner BSP order="),
     ):
         assert all(word in text for word in words.split()) and "…" not in text, text
         assert max(len(line.rstrip()) for line in text.splitlines()) <= width
@@ -118,14 +118,14 @@ def test_cpu_ranks_are_labelled_everywhere() -> None:
 
 
 def test_what_is_behind_a_verdict_is_below_it() -> None:
-    told = {
+    accounts = {
         "device_s": 7.8, "compile_s": 1.6, "ranks_s": 4.0, "tuner_s": 6.6, "seconds": 20.0, "idle_share": 0.61,
         "trials": 60, "search_s": 16.0, "trials_per_minute": 225.0,
     }  # fmt: skip
     plain = seen(tables.finalists(a_verdict()))
     assert "not soaked" in plain and "tuned for" not in plain and "waited" not in plain
     full = replace(
-        a_verdict(), soak=2000, conditions=Conditions("eager", "cold", 20.0), notices=("rank 1 is slow",), accounts=told
+        a_verdict(), soak=2000, conditions=Conditions("eager", "cold", 20.0), notices=("rank 1 is slow",), accounts=accounts
     )
     text = " ".join(seen(tables.finalists(full)).split())
     assert "finalists passed a soak of 2000 replays" in text and "notice: rank 1 is slow" in text
@@ -144,10 +144,10 @@ def test_a_comparison_shows_what_failed_and_what_is_no_rival() -> None:
     text = seen(tables.comparison(Comparison(PROBLEM, GPUS, Conditions(), rows)), width=150)
     assert "crash: no [red]multicast[/red] here" in text
     assert "1.25x" in line_of(text, "push") and "best of 9 trials" in line_of(text, "push")
-    told = " ".join(text.split())
-    assert "bound 60.00 us: the larger of the product alone (60.00 us) and the links at full rate (16.78 us)" in told
-    assert "autotax takes 1.33x the bound, 20.00 us more" in told
-    assert "best alternative: bsp-graph, 100.0 us; autotax is 1.25x faster than bsp-graph" in told
+    line = " ".join(text.split())
+    assert "bound 60.00 us: the larger of the product alone (60.00 us) and the links at full rate (16.78 us)" in line
+    assert "autotax takes 1.33x the bound, 20.00 us more" in line
+    assert "best alternative: bsp-graph, 100.0 us; autotax is 1.25x faster than bsp-graph" in line
 
 
 def test_trials_without_any() -> None:
@@ -192,8 +192,8 @@ def test_samples_of_cpu_ranks_that_scatter_give_no_ratios() -> None:
     assert "1.25x" in seen(tables.comparison(Comparison(PROBLEM, GPUS, Conditions(), rows))), "GPUs are not noisy like that"
     verdict = a_verdict(CPUS)
     standings = (replace(verdict.standings[0], measurement=wild), *verdict.standings[1:])
-    told = seen(tables.finalists(replace(verdict, standings=standings, winner=standings[0])))
-    assert "push wins; 60 trials" in told and "1.31x" not in told
+    table = seen(tables.finalists(replace(verdict, standings=standings, winner=standings[0])))
+    assert "push wins; 60 trials" in table and "1.31x" not in table
 
 
 def test_a_refresh_says_that_bsp_is_kept_and_shows_no_ratio_of_scattered_samples() -> None:
@@ -202,8 +202,8 @@ def test_a_refresh_says_that_bsp_is_kept_and_shows_no_ratio_of_scattered_samples
     noisy = replace(verdict, winner=standing, standings=(standing,))
     former = SimpleNamespace(problem=PROBLEM, conditions=ON_CPU, config=Config.of("push"), speedup=1.25)
     stale: Any = SimpleNamespace(winners=[former], configs=[Config.of("bsp")])
-    told = seen(tables.refreshed([Refreshed(stale, noisy)], CPUS))
-    assert "1.25x" in told and "1.31x" not in told and "scatter 50-fold" in told
+    table = seen(tables.refreshed([Refreshed(stale, noisy)], CPUS))
+    assert "1.25x" in table and "1.31x" not in table and "scatter 50-fold" in table
     kept = Refreshed(stale, replace(verdict, winner=verdict.standings[2]))
     assert tables.refreshed_outcome(kept) == "BSP wins: no former winner is faster here"
 

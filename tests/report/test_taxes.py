@@ -20,8 +20,8 @@ GEMM, DECODE = AllGatherGemm(512, 7168, 8192, world_size=4), FlashDecode(1, 64, 
 
 def a_comparison(problem: AllGatherGemm | FlashDecode = GEMM, bound: dict[str, float] | None = None, **rows: float | None) -> Any:
     """Rows by name, `_` for `-`; a row without a latency failed."""
-    told = [{"name": name.replace("_", "-"), "latency_us": us, "verified": us is not None} for name, us in rows.items()]
-    return {"problem": problem.to_dict(), "rows": told} | (bound or {})
+    entries = [{"name": name.replace("_", "-"), "latency_us": us, "verified": us is not None} for name, us in rows.items()]
+    return {"problem": problem.to_dict(), "rows": entries} | (bound or {})
 
 
 def parts_of(document: Any) -> dict[str, float]:

@@ -13,23 +13,23 @@ def main() -> None:
     pipe = Connection(int(sys.argv[1]))
     while True:
         try:
-            told = pipe.recv()
+            command = pipe.recv()
         except EOFError:
             return
-        if told == "speak":
+        if command == "speak":
             print("words of an earlier task")
-            pipe.send(told)
+            pipe.send(command)
             continue
-        if told == "leave":
+        if command == "leave":
             return
-        if told == "raise":
+        if command == "raise":
             raise ValueError("as the test wants it")
-        if told == "exit":
+        if command == "exit":
             print("and says so")
             sys.exit(3)
-        if told == "abort":
+        if command == "abort":
             os.abort()
-        pipe.send(subprocess.Popen(["sleep", "600"]).pid if told == "start another" else _seen())
+        pipe.send(subprocess.Popen(["sleep", "600"]).pid if command == "start another" else _seen())
 
 
 def _seen() -> dict[str, object]:

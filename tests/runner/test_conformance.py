@@ -49,7 +49,7 @@ class Forgetful(SyntheticRunner):
     """Omits the measurements of failed candidates."""
 
     def measure(self, *arguments, **more) -> list[Measurement]:  # type: ignore[no-untyped-def]
-        return [found for found in super().measure(*arguments, **more) if found.verified]
+        return [measurement for measurement in super().measure(*arguments, **more) if measurement.verified]
 
 
 def test_what_fails_is_told_in_a_line_each_and_the_runner_is_closed() -> None:
@@ -58,7 +58,7 @@ def test_what_fails_is_told_in_a_line_each_and_the_runner_is_closed() -> None:
     runner.close = lambda: closed.append(None)  # type: ignore[method-assign]
     with pytest.raises(AssertionError) as caught:
         check_runner(runner, GEMM, [BSP, PUSH], NEVER_TRIED)
-    told = [line.partition(":")[0] for line in str(caught.value).splitlines()]
-    assert told == ["each_candidate_is_answered_in_its_place", "a_failure_is_an_answer_that_says_why"]
+    failures = [line.partition(":")[0] for line in str(caught.value).splitlines()]
+    assert failures == ["each_candidate_is_answered_in_its_place", "a_failure_is_an_answer_that_says_why"]
     assert closed
     assert check_runner(synthetic(), GEMM, [BSP, PUSH], NEVER_TRIED) == len(CHECKS)

@@ -36,8 +36,8 @@ def test_records_become_spans_of_the_first_warp_that_went_each_way() -> None:
     first = [(1000 + 100 * code, 0, 0, code) for code in range(4)]
     alike = [(time + 1, program, 1, code) for time, program, _, code in first]
     other = [(1050, 0, 4, 0), (1400, 0, 4, 3)]
-    found = spans_of(records(*alike, *first[::-1], *other), MARKS)
-    assert found == [
+    spans = spans_of(records(*alike, *first[::-1], *other), MARKS)
+    assert spans == [
         Span("push", "", 0, 0, 7, 1000, 1300),
         Span("push", "", 0, 4, 7, 1050, 1400),
         Span("push", "wait", 0, 0, 7, 1100, 1200),

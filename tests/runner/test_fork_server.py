@@ -46,9 +46,9 @@ def started(server: ForkServer, *arguments: str, **environment: str) -> Child:
 
 def seen(child: Child) -> dict[str, object]:
     child.pipe.send("what do you see?")
-    told = child.pipe.recv()
-    assert isinstance(told, dict)
-    return told
+    view = child.pipe.recv()
+    assert isinstance(view, dict)
+    return view
 
 
 def test_a_fork_has_the_arguments_the_environment_and_the_folder_of_its_client(
@@ -57,13 +57,13 @@ def test_a_fork_has_the_arguments_the_environment_and_the_folder_of_its_client(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AUTOTAX_A_VARIABLE", "of mine")
     child = started(server, "one", "two", AUTOTAX_ANOTHER="for it")
-    told = seen(child)
-    assert told["arguments"] == ["one", "two"] and told["folder"] == str(tmp_path)
-    assert told["environment"] == dict(os.environ) | {
-        "AUTOTAX_ANOTHER": "for it", processes.PARENT: str(told["parent"]), "PYTHONUNBUFFERED": "1", **INTERPRETED,
+    view = seen(child)
+    assert view["arguments"] == ["one", "two"] and view["folder"] == str(tmp_path)
+    assert view["environment"] == dict(os.environ) | {
+        "AUTOTAX_ANOTHER": "for it", processes.PARENT: str(view["parent"]), "PYTHONUNBUFFERED": "1", **INTERPRETED,
         "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
     }  # fmt: skip
-    assert told["group"] == child.process.pid, "it can be killed with all that it starts"
+    assert view["group"] == child.process.pid, "it can be killed with all that it starts"
     child.kill()
 
 
@@ -71,10 +71,10 @@ def test_each_fork_begins_as_the_server_did_and_not_as_the_last_one(server: Fork
     first = started(server, AUTOTAX_LEFT="by the first")
     seen(first)
     second = started(server)
-    told = seen(second)
-    assert "AUTOTAX_LEFT" not in told["environment"] and told["descriptors"] == seen(first)["descriptors"]  # type: ignore[operator]
+    view = seen(second)
+    assert "AUTOTAX_LEFT" not in view["environment"] and view["descriptors"] == seen(first)["descriptors"]  # type: ignore[operator]
     first.kill()
-    assert second.process.poll() is None and seen(second) == told
+    assert second.process.poll() is None and seen(second) == view
     second.kill()
 
 

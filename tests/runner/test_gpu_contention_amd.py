@@ -18,11 +18,11 @@ DEVICES = ["0000:2c:00", "0000:46:00"]
 
 def _processes(*running: tuple[int, int, str]) -> list[dict[str, Any]]:
     """From (GPU, process number, name)."""
-    found = []
+    entries = []
     for number in range(3):
         mine = [{"process_info": {"name": name, "pid": pid}} for gpu, pid, name in running if gpu == number]
-        found.append({"gpu": number, "process_list": mine or [{"process_info": "No running processes detected"}]})
-    return found
+        entries.append({"gpu": number, "process_list": mine or [{"process_info": "No running processes detected"}]})
+    return entries
 
 
 def _throttle(**states: str) -> list[dict[str, Any]]:
@@ -53,8 +53,8 @@ def test_another_process_is_named(answers: Path) -> None:
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_clocks_that_are_held_down_are_told_with_the_reason(answers: Path, wrapped: bool) -> None:
-    told = _throttle(socket_thermal_violation_status="ACTIVE", hbm_thermal_violation_status="ACTIVE")
-    (answers / "metric").write_text(json.dumps({"gpu_data": told} if wrapped else told))
+    metrics = _throttle(socket_thermal_violation_status="ACTIVE", hbm_thermal_violation_status="ACTIVE")
+    (answers / "metric").write_text(json.dumps({"gpu_data": metrics} if wrapped else metrics))
     assert look(DEVICES, OURS) == ("GPU 1 holds its clocks down: socket thermal, hbm thermal",)
 
 

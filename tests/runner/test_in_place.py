@@ -31,10 +31,10 @@ def test_a_figure_is_what_calls_add_to_the_products(runner: LiveRunner) -> None:
     assert slow.latency_us >= 0.9 * DAWDLES_US, "all of a call is in the difference"
     assert slow.latency_us > quick.latency_us
     assert slow.back_to_back_us and slow.back_to_back_us >= DAWDLES_US
-    for found in (quick, slow):
-        assert found.conditions.items() >= IN_PLACE.to_dict().items()
-        assert 0 < found.conditions["between_us"] < DAWDLES_US, "the products alone"
-        assert found.latency_us == statistics.median(found.rounds) and len(found.rounds) == 12
+    for measurement in (quick, slow):
+        assert measurement.conditions.items() >= IN_PLACE.to_dict().items()
+        assert 0 < measurement.conditions["between_us"] < DAWDLES_US, "the products alone"
+        assert measurement.latency_us == statistics.median(measurement.rounds) and len(measurement.rounds) == 12
 
 
 def test_both_kinds_and_eager_calls_share_a_job(runner: LiveRunner) -> None:
@@ -54,8 +54,8 @@ def test_what_is_wrong_is_so_in_place(runner: LiveRunner, variant: str, status: 
 
 
 def test_a_soak_follows_figures_in_place(runner: LiveRunner) -> None:
-    (found,) = measure(runner, "bsp", effort=Effort(samples=4, seconds=0.05, soak=8), conditions=IN_PLACE)
-    assert found.status == "ok" and found.conditions["soak"] == 8, found.error
+    (measurement,) = measure(runner, "bsp", effort=Effort(samples=4, seconds=0.05, soak=8), conditions=IN_PLACE)
+    assert measurement.status == "ok" and measurement.conditions["soak"] == 8, measurement.error
 
 
 class Calls:

@@ -134,10 +134,10 @@ def test_a_rank_that_raises_is_not_waited_for_and_is_the_cause(runner: LiveRunne
         patch.setattr("autotax.runner.local_runner.GRACE_S", 1.5)
         (waited,) = measure(runner, "raises_early")
     assert time.monotonic() - started < 2 * PATIENCE_S, "the deadline"
-    message, _, told = (waited.error or "").partition("\nTraceback (most recent call last):\n")
+    message, _, traceback = (waited.error or "").partition("\nTraceback (most recent call last):\n")
     assert waited.status == "crash"
     assert message.startswith(f"rank 1 failed at 'candidate 0: verify 0': verify 0: {RAISED} (faults.py:")
-    assert 'raise ValueError("as the test wants it")' in told and "faults.py" in told
+    assert 'raise ValueError("as the test wants it")' in traceback and "faults.py" in traceback
     restarts = runner.restarts
     (gave_up,) = measure(runner, "lacks_memory")
     assert (gave_up.status, gave_up.error) == ("out_of_resources", "verify 0: OutOfMemoryError: as the test wants it")

@@ -105,9 +105,9 @@ def short_of_memory() -> Iterator[LiveRunner]:
 
 
 def test_inputs_that_do_not_fit_cost_neither_the_ranks_nor_the_next_problem(short_of_memory: LiveRunner) -> None:
-    found = measure(short_of_memory, "bsp", "bsp", problem=NO_ROOM)
-    assert [m.status for m in found] == ["out_of_resources"] * 2
-    assert all("inputs: OutOfMemoryError: as the test wants it" in (m.error or "") for m in found)
+    measurements = measure(short_of_memory, "bsp", "bsp", problem=NO_ROOM)
+    assert [m.status for m in measurements] == ["out_of_resources"] * 2
+    assert all("inputs: OutOfMemoryError: as the test wants it" in (m.error or "") for m in measurements)
     (after,) = measure(short_of_memory, "bsp")
     assert after.status == "ok" and short_of_memory.restarts == 0
 

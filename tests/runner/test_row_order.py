@@ -17,7 +17,7 @@ BLOCKS = 12
 
 def follows(rounds: list[list[int]]) -> Counter[tuple[int, int]]:
     """Counts how often each row follows each other row, also across the ends of rounds."""
-    sequence = [row for each in rounds for row in each]
+    sequence = [row for permutation in rounds for row in permutation]
     return Counter(pairwise(sequence))
 
 
@@ -28,25 +28,25 @@ def test_each_row_follows_each_other_equally_often(rows: int) -> None:
         order, rounds = BalancedOrder(rows, seed), []
         for _ in range(BLOCKS):
             rounds += [order.next_round() for _ in designs(rows)]
-            found = follows(rounds)
-            counts = [found[pair] for pair in pairs]
+            transitions = follows(rounds)
+            counts = [transitions[pair] for pair in pairs]
             assert max(counts) - min(counts) <= (1 if rows % 2 or rows == 2 else 4), (seed, len(rounds))
             assert sum(counts) == len(rounds) * rows - 1, "no row follows itself"
-        assert all(sorted(each) == list(range(rows)) for each in rounds), "each row has one sample in each round"
+        assert all(sorted(permutation) == list(range(rows)) for permutation in rounds), "each row has one sample in each round"
 
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_designs_hold_each_pair_once(rows: int) -> None:
-    within = Counter(pair for each in designs(rows) for pair in pairwise(each))
-    across = Counter((each[-1], each[0]) for each in designs(rows)) if rows % 2 else Counter()
+    within = Counter(pair for design in designs(rows) for pair in pairwise(design))
+    across = Counter((design[-1], design[0]) for design in designs(rows)) if rows % 2 else Counter()
     assert set((within + across).values()) == {1} and len(within + across) == rows * (rows - 1)
 
 
 def test_no_row_follows_the_same_row_most_of_the_time() -> None:
     """A rotation fails this: each of nine rows follows the same row in eight rounds of nine."""
     order = BalancedOrder(9, "7")
-    found = follows([order.next_round() for _ in range(50)])
-    assert max(found.values()) <= 8
+    transitions = follows([order.next_round() for _ in range(50)])
+    assert max(transitions.values()) <= 8
 
 
 def test_equal_seeds_give_equal_rounds_and_others_others() -> None:

@@ -29,9 +29,9 @@ def test_a_call_is_shown_rank_by_rank_and_program_by_program(tmp_path: Path, cap
     assert app.main(["trace", *sizes, "--variant", "push", "--file", str(file), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [rank["wait_us"] > 0 for rank in document["results"][0]["ranks"]] == [True, True]
-    told = json.loads(file.read_text())
-    assert "says nothing about GPUs" in told["otherData"]["clock"]
-    slices = [event for event in told["traceEvents"] if event["ph"] == "X"]
+    contents = json.loads(file.read_text())
+    assert "says nothing about GPUs" in contents["otherData"]["clock"]
+    slices = [event for event in contents["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in slices} == {0, 1} and min(event["ts"] for event in slices) == 0.0
     for rank in (0, 1):
         mine = [event for event in slices if event["pid"] == rank]
@@ -41,7 +41,7 @@ def test_a_call_is_shown_rank_by_rank_and_program_by_program(tmp_path: Path, cap
         waits = [event for event in mine if event["cat"] == "wait"]
         programs = {event["tid"]: event for event in mine if event["cat"] == "program"}
         assert all(programs[wait["tid"]]["ts"] <= wait["ts"] for wait in waits), "a wait is in its program"
-    threads = {event["args"]["name"] for event in told["traceEvents"] if event["name"] == "thread_name"}
+    threads = {event["args"]["name"] for event in contents["traceEvents"] if event["name"] == "thread_name"}
     assert {"host", "program 0,0,0"} <= threads
 
 

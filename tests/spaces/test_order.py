@@ -57,9 +57,9 @@ def test_owner_of_changes_from_one_block_of_a_program_to_the_next(per: int, worl
 
 @given(chunks=small, pieces=st.integers(1, 16), world=st.integers(1, 8), interleaved=either)
 def test_push_unit_takes_each_piece_for_each_peer_once(chunks: int, pieces: int, world: int, interleaved: bool) -> None:
-    each = chunks * pieces
-    units = [tiling.push_unit(unit, chunks, pieces, world, interleaved) for unit in range((world - 1) * each)]
-    assert sorted(units) == list(range(each, world * each))
+    per_peer = chunks * pieces
+    units = [tiling.push_unit(unit, chunks, pieces, world, interleaved) for unit in range((world - 1) * per_peer)]
+    assert sorted(units) == list(range(per_peer, world * per_peer))
 
 
 @given(chunks=small, world=st.integers(2, 8), interleaved=either)

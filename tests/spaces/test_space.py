@@ -275,11 +275,11 @@ def test_only_keeps_the_order_and_the_configs_of_variants() -> None:
 def test_only_refuses_unknown_variants_in_one_line() -> None:
     with pytest.raises(UsageError) as error:
         space_for(GEMM, H200).only(["push", "pusch", "fused"])
-    told = str(error.value)
-    assert "\n" not in told
-    assert "pusch, fused" in told
-    assert "bsp, decomposed, copy_engine, pull, push, push_two_kernel" in told
-    assert "--variants" in told
+    message = str(error.value)
+    assert "\n" not in message
+    assert "pusch, fused" in message
+    assert "bsp, decomposed, copy_engine, pull, push, push_two_kernel" in message
+    assert "--variants" in message
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,9 @@ def mlp(world: World, db: str, bias: bool, dtensors: bool, dim: int) -> tuple[St
     for name, placement in (("w1.weight", Shard(0)), ("w2.weight", Shard(1))):
         assert dict(ours.named_parameters())[name].placements == (placement,)
     assert ours.state_dict().keys() == whole.state_dict().keys()
-    told = autotax.torch.status()
+    status = autotax.torch.status()
     autotax.torch.uninstall()
-    return told, [type(each).__name__ for each in (ours.w1, ours.w2)]
+    return status, [type(layer).__name__ for layer in (ours.w1, ours.w2)]
 
 
 def block(world: World, compiled: bool) -> Status:
@@ -100,15 +100,15 @@ def block(world: World, compiled: bool) -> Status:
     _close(y, expected.chunk(world.size, 1)[world.rank])
     y.square().sum().backward()
     _same_gradients(ours, whole)
-    told = autotax.torch.status()
+    status = autotax.torch.status()
     autotax.torch.uninstall()
-    return told
+    return status
 
 
 def left_to_torch(world: World) -> list[str]:
     """Layers that our styles leave to torch's; returns their classes, after a check of their results."""
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
-    found = []
+    classes = []
     for style, width in (
         (ColwiseParallel(), DIM),
         (ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()), DIM),
@@ -125,8 +125,8 @@ def left_to_torch(world: World) -> list[str]:
         if isinstance(style, ColwiseParallel) and style.output_layouts != (Replicate(),):
             expected = expected.tensor_split([(width + 1) // world.size], -1)[world.rank]
         _close(y, expected)
-        found.append(type(layer).__name__)
-    return found
+        classes.append(type(layer).__name__)
+    return classes
 
 
 def rows_that_ranks_do_not_divide(world: World) -> None:

@@ -133,11 +133,11 @@ def _outcome(module: Any, case: Case, mesh: DeviceMesh) -> tuple[list[Any], int]
         results.append(_seen(y))
         if case.mode == "train":
             y.square().sum().backward()
-            results += [_seen(x.grad), *(_seen(each.grad) for each in layer.parameters())]
+            results += [_seen(x.grad), *(_seen(parameter.grad) for parameter in layer.parameters())]
     finally:
         for kind, product in kept:
             kind.product = product
-    return [*results, sorted(layer.state_dict())], sum(each.calls for each in products)
+    return [*results, sorted(layer.state_dict())], sum(counter.calls for counter in products)
 
 
 class _Counted:
@@ -183,7 +183,7 @@ def uneven_chain(world: World) -> None:
 
 def refusals(world: World) -> list[tuple[str, str]]:
     """Errors of torch's style and ours for an input by keyword and for pickling; ours for a second derivative."""
-    mesh, told = init_device_mesh("cpu", (world.size,)), []
+    mesh, errors = init_device_mesh("cpu", (world.size,)), []
     case = Case(column=True, shape=(8, K), dim=0)
     for attempt in (lambda layer, x: layer(input=x), lambda layer, _: pickle.dumps(layer)):
         names = []
@@ -195,12 +195,12 @@ def refusals(world: World) -> list[tuple[str, str]]:
                 names.append("none")
             except Exception as error:
                 names.append(type(error).__name__)
-        told.append((names[0], names[1]))
+        errors.append((names[0], names[1]))
     layer = nn.Linear(K, K)
     parallelize_module(layer, mesh, _style(ours, case))
     x = torch.randn(4, K, requires_grad=True)
     try:
         torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     except Exception as error:
-        told.append((type(error).__name__, str(error)))
-    return told
+        errors.append((type(error).__name__, str(error)))
+    return errors

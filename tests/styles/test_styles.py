@@ -27,16 +27,16 @@ def winners(rows: int) -> dict[Problem, Config]:
 @pytest.mark.parametrize(("bias", "dtensors", "dim"), [(True, True, 1), *volume((False, False, 0), (True, False, 1))])
 def test_an_mlp_trains_as_the_whole_one(ranks: Ranks, tmp_path: Path, bias: bool, dtensors: bool, dim: int) -> None:  # noqa: F811
     db = database(tmp_path / "a.db", winners(checks.ROWS * (4 if dim else 1)))
-    for told, classes in ranks.run(checks.mlp, db, bias, dtensors, dim):
+    for status, classes in ranks.run(checks.mlp, db, bias, dtensors, dim):
         assert classes == ["ColumnLinear", "RowLinear"]
-        assert told.taken >= 6, str(told)  # of two turns: forward of both, and backward of the first
-        assert told.taken + told.left == 8, str(told)
+        assert status.taken >= 6, str(status)  # of two turns: forward of both, and backward of the first
+        assert status.taken + status.left == 8, str(status)
 
 
 @pytest.mark.parametrize("compiled", [False, *volume(True)])
 def test_a_llama_block_trains_as_the_whole_one(ranks: Ranks, compiled: bool) -> None:  # noqa: F811
-    for told in ranks.run(checks.block, compiled, timeout=100):
-        assert told.left == 14, str(told)  # seven layers, forward and backward
+    for status in ranks.run(checks.block, compiled, timeout=100):
+        assert status.left == 14, str(status)  # seven layers, forward and backward
 
 
 def test_what_is_not_fused_is_torchs_own_style(ranks: Ranks) -> None:  # noqa: F811

@@ -88,17 +88,17 @@ def scatter_like_torch(world: World, db: str, calls: Sequence[tuple[tuple[int, .
 
 def ended() -> Status:
     """Returns the counts of calls, and uninstalls the operators for the next test."""
-    told = autotax.torch.status()
+    status = autotax.torch.status()
     assert not plans.failures()
     autotax.torch.uninstall()
-    return told
+    return status
 
 
 def with_warnings(work: Callable[[], Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         work()
-    return [str(each.message) for each in caught if str(each.message).startswith("autotax")]
+    return [str(warning.message) for warning in caught if str(warning.message).startswith("autotax")]
 
 
 def call(rows: int = 8, k: int = 40, n: int = 24) -> Tensor:
@@ -115,10 +115,10 @@ def with_misses(_: World, db: str) -> Status:
     call()
     for _ in range(3):
         call(80)
-    told = ended()
+    status = ended()
     with mock.patch.dict(os.environ, {MISSES_VARIABLE: "1"}):
         save_at_exit()
-    return told
+    return status
 
 
 def while_captured(_: World, db: str) -> tuple[Status, list[str]]:
@@ -133,8 +133,8 @@ def while_captured(_: World, db: str) -> tuple[Status, list[str]]:
         with mock.patch.object(plans, "capturing", return_value=True):
             call()
 
-    told = with_warnings(work)
-    return ended(), told
+    messages = with_warnings(work)
+    return ended(), messages
 
 
 def parted(world: World, db: str) -> tuple[Status, list[str]]:
@@ -149,8 +149,8 @@ def parted(world: World, db: str) -> tuple[Status, list[str]]:
         call(6)
         call(8)
 
-    told = with_warnings(work)
-    return ended(), told
+    messages = with_warnings(work)
+    return ended(), messages
 
 
 def with_databases(world: World, dbs: Sequence[str]) -> tuple[Status, list[str]]:
@@ -160,29 +160,29 @@ def with_databases(world: World, dbs: Sequence[str]) -> tuple[Status, list[str]]
         autotax.torch.install(dbs[world.rank])
         call()
 
-    told = with_warnings(work)
-    return ended(), told
+    messages = with_warnings(work)
+    return ended(), messages
 
 
 def from_two_threads(_: World, db: str) -> tuple[list[str], Status]:
     """Calls from a second thread while the first is idle: one of a known kind, one of a new kind. Returns errors and counts."""
     autotax.torch.install(db)
     call()
-    told: list[str] = []
+    errors: list[str] = []
 
     def work() -> None:
         for rows in (8, 12):
             try:
                 call(rows)
             except UsageError as error:
-                told.append(str(error))
+                errors.append(str(error))
 
     thread = threading.Thread(target=work, name="second")
     thread.start()
     thread.join()
     call()
     call(12)
-    return told, ended()
+    return errors, ended()
 
 
 def in_two_groups(world: World, db: str) -> Status:
@@ -192,8 +192,8 @@ def in_two_groups(world: World, db: str) -> Status:
     autotax.torch.install(db)
     a, b = normal(8, 40, seed=world.rank), laid_out(40, 24, "nk", 7)
     for _ in range(3):
-        for each in (dist.group.WORLD, second, alone):
-            name = str(each.group_name)
+        for process_group in (dist.group.WORLD, second, alone):
+            name = str(process_group.group_name)
             _, (y,) = OPS.fused_all_gather_matmul(a, [b], 0, name, return_A=False)
             same(y, symm_mem.torch_all_gather_matmul(a, [b], 0, name)[1][0])
     return ended()
@@ -221,14 +221,14 @@ def wrong_arguments(_: World, db: str) -> list[str]:
         lambda: OPS.fused_matmul_reduce_scatter(a, b, "max", 0, group()),
     ]
     autotax.torch.install(db)
-    told = []
-    for each in wrong:
+    errors = []
+    for attempt in wrong:
         try:
-            each()
+            attempt()
         except Exception as error:
-            told.append(f"{type(error).__name__}: {error}")
+            errors.append(f"{type(error).__name__}: {error}")
     ended()
-    return told
+    return errors
 
 
 def attention_like_torch(world: World, db: str, balanced: bool, causal: bool, calls: Sequence[tuple[int, ...]]) -> Status:

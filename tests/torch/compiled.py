@@ -104,9 +104,9 @@ def trained(world: World, db: str, kind: str, backend: str) -> tuple[Status, int
             grad = grad.clone()
             dist.all_reduce(grad)
         same(grad.full_tensor() if isinstance(grad, DTensor) else grad, dict(whole.named_parameters())[name].grad)
-    told = autotax.torch.status()
+    status = autotax.torch.status()
     autotax.torch.uninstall()
-    return told, emitted[0]
+    return status, emitted[0]
 
 
 # torchao's training in FP8: tensors in e4m3, gradients of results in e5m2, one scale each.
@@ -172,9 +172,9 @@ def trained_in_fp8(world: World, db: str, backend: str) -> tuple[Status, int, li
         right, _ = losses_of_torchao(world, backend)
     autotax.torch.install(db)
     losses, emitted = losses_of_torchao(world, backend)
-    told = autotax.torch.status()
+    status = autotax.torch.status()
     autotax.torch.uninstall()
-    return told, emitted, losses, right
+    return status, emitted, losses, right
 
 
 def same(ours: Tensor | None, theirs: Tensor | None) -> None:

@@ -33,9 +33,9 @@ def compiled(world: World, lines: str) -> tuple[Status, int]:
         exec(lines, names)
         y = names["model"](full.chunk(world.size)[world.rank])
     same(y, whole(full).chunk(world.size)[world.rank])
-    told = autotax.torch.status()
+    status = autotax.torch.status()
     autotax.torch.uninstall()
-    return told, emitted[0]
+    return status, emitted[0]
 
 
 def parallel(world: World, lines: str) -> list[str]:
@@ -48,4 +48,4 @@ def parallel(world: World, lines: str) -> list[str]:
     full = torch.randn(16, DIM, generator=torch.Generator().manual_seed(5))
     right = whole(full).chunk(world.size)[world.rank]
     torch.testing.assert_close(model(full.chunk(world.size)[world.rank]), right, rtol=1e-4, atol=1e-4)
-    return [type(each).__name__ for each in (model.w1, model.w2)]
+    return [type(layer).__name__ for layer in (model.w1, model.w2)]

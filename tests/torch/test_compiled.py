@@ -28,10 +28,10 @@ def winners(tmp_path: Path, rows: int) -> str:
 def test_a_compiled_mlp_of_two_layers_trains_as_the_whole_one(ranks: Ranks, tmp_path: Path, backend: str) -> None:
     from tests.torch import compiled  # only now: what it imports takes seconds, and all processes list all tests
 
-    for told, emitted in ranks.run(compiled.trained, winners(tmp_path, compiled.ROWS), "mlp", backend, timeout=200):
+    for status, emitted in ranks.run(compiled.trained, winners(tmp_path, compiled.ROWS), "mlp", backend, timeout=200):
         assert emitted == 8, "four layers, forward and backward"
-        assert told.taken + told.left == emitted, str(told)
-        assert told.taken >= 6, str(told)
+        assert status.taken + status.left == emitted, str(status)
+        assert status.taken >= 6, str(status)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -46,9 +46,9 @@ def test_torchaos_training_in_fp8_has_the_losses_of_products_in_float32(ranks: R
         scattered = GemmReduceScatter(*sizes, "scattered", WORLD, scales="tensor", operand=operand)
         kept |= {gathered: usual(gathered, "scaled_decomposed"), scattered: usual(scattered, "scaled_words")}
     db = database(tmp_path / "a.db", kept)
-    for told, emitted, losses, right in ranks.run(compiled.trained_in_fp8, db, backend, timeout=200):
+    for status, emitted, losses, right in ranks.run(compiled.trained_in_fp8, db, backend, timeout=200):
         assert emitted == 4, "two layers, forward and backward"
-        assert (told.taken, told.left) == (4 * compiled.STEPS, 0), str(told)
+        assert (status.taken, status.left) == (4 * compiled.STEPS, 0), str(status)
         assert losses == pytest.approx(right, rel=2e-3) and losses[1] < losses[0]
 
 
@@ -57,7 +57,7 @@ def test_torchaos_training_in_fp8_has_the_losses_of_products_in_float32(ranks: R
 def test_a_compiled_llama_block_trains_as_the_whole_one(ranks: Ranks, tmp_path: Path, backend: str) -> None:
     from tests.torch import compiled
 
-    for told, emitted in ranks.run(compiled.trained, winners(tmp_path, 2 * compiled.ROWS), "block", backend, timeout=200):
-        assert emitted >= 8, str(told)
-        assert told.taken + told.left == emitted, str(told)
-        assert told.taken >= 2, str(told)
+    for status, emitted in ranks.run(compiled.trained, winners(tmp_path, 2 * compiled.ROWS), "block", backend, timeout=200):
+        assert emitted >= 8, str(status)
+        assert status.taken + status.left == emitted, str(status)
+        assert status.taken >= 2, str(status)

@@ -18,9 +18,9 @@ def lines_of(section: str, page: str = "integrations") -> str:
     """The first block of code of a section of a page."""
     whole = (DOCS / f"{page}.md").read_text()
     (text,) = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", whole, re.MULTILINE | re.DOTALL)
-    found = re.search(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert found
-    return found[1]
+    match = re.search(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert match
+    return match[1]
 
 
 @pytest.mark.parametrize(("section", "page"), [*FRAMEWORKS.items(), *(("Start", page) for page in ENGINES)])
@@ -32,11 +32,11 @@ def test_no_framework_takes_more_than_five_lines(section: str, page: str) -> Non
 def test_the_lines_for_torch_serve_a_compiled_model(ranks: Ranks) -> None:
     from tests.torch import documented  # only now: what it imports takes seconds, and all processes list all tests
 
-    for told, emitted in ranks.run(documented.compiled, lines_of("Torch's fused operators"), timeout=100):
+    for status, emitted in ranks.run(documented.compiled, lines_of("Torch's fused operators"), timeout=100):
         products = ["all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter"]
         replaced = [*(f"fused_{product}" for product in products), "context_parallel_attention"]
-        assert told.operators == dict.fromkeys(replaced, "autotax")
-        assert told.taken + told.left == emitted == 4, str(told)
+        assert status.operators == dict.fromkeys(replaced, "autotax")
+        assert status.taken + status.left == emitted == 4, str(status)
 
 
 def test_the_lines_for_parallelize_module_make_a_model_parallel(ranks: Ranks) -> None:

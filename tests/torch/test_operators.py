@@ -32,12 +32,12 @@ COLUMNS = ((16, K // 2), ((N, "nk"),), 1)
 GATHERS = [PLAIN, FEWER, SEVERAL, MIDDLE]
 
 
-def taken(told: Status) -> dict[str, int]:
+def taken(status: Status) -> dict[str, int]:
     """Calls by what ran them."""
-    found: dict[str, int] = {}
-    for each in told.calls:
-        found[each.runs] = found.get(each.runs, 0) + each.calls
-    return found
+    counts: dict[str, int] = {}
+    for call in status.calls:
+        counts[call.runs] = counts.get(call.runs, 0) + call.calls
+    return counts
 
 
 def gathers(config: Config) -> dict[Problem, Config]:
@@ -51,28 +51,28 @@ def test_gathering_is_torchs_with_several_products_and_any_dimension(
     ranks: Ranks, tmp_path: Path, config: Config, return_a: bool
 ) -> None:
     db = database(tmp_path / "a.db", gathers(config))
-    for told in ranks.run(checks.gather_like_torch, db, GATHERS, return_a):
-        assert taken(told) == {str(config): 2 * len(GATHERS)}, str(told)
+    for status in ranks.run(checks.gather_like_torch, db, GATHERS, return_a):
+        assert taken(status) == {str(config): 2 * len(GATHERS)}, str(status)
 
 
 def test_a_kernel_that_does_not_keep_a_is_taken_where_a_is_not_asked_for(ranks: Ranks, tmp_path: Path) -> None:
     db = database(tmp_path / "a.db", gathers(PULL))
-    for told in ranks.run(checks.gather_like_torch, db, GATHERS, False):
-        assert taken(told) == {str(PULL): 6, "torch": 2}, str(told)
-        assert "pull does not keep the gathered A" in str(told)
+    for status in ranks.run(checks.gather_like_torch, db, GATHERS, False):
+        assert taken(status) == {str(PULL): 6, "torch": 2}, str(status)
+        assert "pull does not keep the gathered A" in str(status)
 
 
 def test_columns_are_gathered_too(ranks: Ranks, tmp_path: Path) -> None:
     db = database(tmp_path / "a.db", {gather(16, N, K, shard="k"): ONE})
     for return_a in (True, False):
-        for told in ranks.run(checks.gather_like_torch, db, [COLUMNS], return_a):
-            assert taken(told) == {str(ONE): 2}, str(told)
+        for status in ranks.run(checks.gather_like_torch, db, [COLUMNS], return_a):
+            assert taken(status) == {str(ONE): 2}, str(status)
 
 
 def test_a_row_major_b_is_gathered_for_too(ranks: Ranks, tmp_path: Path) -> None:
     db = database(tmp_path / "a.db", {gather(16, N, K, weight="kn"): ONE})
-    for told in ranks.run(checks.gather_like_torch, db, [((8, K), ((N, "kn"),), 0)], True):
-        assert taken(told) == {str(ONE): 2}, str(told)
+    for status in ranks.run(checks.gather_like_torch, db, [((8, K), ((N, "kn"),), 0)], True):
+        assert taken(status) == {str(ONE): 2}, str(status)
 
 
 SCATTERS = [
@@ -89,25 +89,25 @@ SCATTERS = [
 def test_scattering_is_torchs_for_sums_and_averages_of_any_dimension(ranks: Ranks, tmp_path: Path, variant: str) -> None:
     problems = [scatter(m, N, K, weight) for m in (12, 16) for weight in ("nk", "kn")]
     db = database(tmp_path / "a.db", {problem: usual(problem, variant) for problem in problems})
-    for told in ranks.run(checks.scatter_like_torch, db, SCATTERS):
-        assert taken(told)["torch"] == 4, str(told)
-        assert (told.taken, told.left) == (8, 4), str(told)
-        assert "columns are scattered" in str(told)
-        assert "B is neither row-major nor laid out as W.t() is" in str(told)
+    for status in ranks.run(checks.scatter_like_torch, db, SCATTERS):
+        assert taken(status)["torch"] == 4, str(status)
+        assert (status.taken, status.left) == (8, 4), str(status)
+        assert "columns are scattered" in str(status)
+        assert "B is neither row-major nor laid out as W.t() is" in str(status)
 
 
 def test_calls_without_a_winner_are_torchs_and_say_so(ranks: Ranks, tmp_path: Path) -> None:
     db = database(tmp_path / "a.db", {gather(64, N, K): ONE})
-    for told in ranks.run(checks.gather_like_torch, db, [PLAIN], True):
-        (each,) = told.calls
-        assert (each.runs, each.calls) == ("torch", 2)
-        assert "no winner of this problem, nor of one in its bucket (m 13 to 16)" in each.reason
+    for status in ranks.run(checks.gather_like_torch, db, [PLAIN], True):
+        (call,) = status.calls
+        assert (call.runs, call.calls) == ("torch", 2)
+        assert "no winner of this problem, nor of one in its bucket (m 13 to 16)" in call.reason
 
 
 def test_what_a_program_asked_for_in_vain_is_there_to_be_tuned(ranks: Ranks, tmp_path: Path) -> None:
     db = database(tmp_path / "a.db", gathers(ONE))
-    for told in ranks.run(checks.with_misses, db):
-        assert taken(told) == {str(ONE): 1, "torch": 3}
+    for status in ranks.run(checks.with_misses, db):
+        assert taken(status) == {str(ONE): 1, "torch": 3}
     with Store.open(db) as store:
         (miss,) = store.misses(detect("cpu"))
     assert miss.problem == gather(192, N, K), "the end of its bucket, whose tuning serves all of it"
@@ -115,15 +115,15 @@ def test_what_a_program_asked_for_in_vain_is_there_to_be_tuned(ranks: Ranks, tmp
 
 
 def test_a_first_call_while_a_graph_is_captured_is_torchs_and_later_ones_are_not(ranks: Ranks, tmp_path: Path) -> None:
-    for told, warned in ranks.run(checks.while_captured, database(tmp_path / "a.db", gathers(ONE))):
-        assert taken(told) == {"torch": 2, str(ONE): 2}
+    for status, warned in ranks.run(checks.while_captured, database(tmp_path / "a.db", gathers(ONE))):
+        assert taken(status) == {"torch": 2, str(ONE): 2}
         assert len(warned) == 1
         assert "while a graph was being captured" in warned[0]
 
 
 def test_ranks_that_make_other_calls_end_the_taking_for_all_and_nobody_waits(ranks: Ranks, tmp_path: Path) -> None:
-    for told, warned in ranks.run(checks.parted, database(tmp_path / "a.db", gathers(ONE) | {gather(12, N, K): ONE})):
-        assert taken(told) == {str(ONE): 2, "torch": 2}, str(told)  # earlier agreements of the ranks stay valid
+    for status, warned in ranks.run(checks.parted, database(tmp_path / "a.db", gathers(ONE) | {gather(12, N, K): ONE})):
+        assert taken(status) == {str(ONE): 2, "torch": 2}, str(status)  # earlier agreements of the ranks stay valid
         assert len(warned) == 1
         assert "rank 0" in warned[0]
         assert "rank 1" in warned[0]
@@ -132,35 +132,35 @@ def test_ranks_that_make_other_calls_end_the_taking_for_all_and_nobody_waits(ran
 
 def test_ranks_with_other_winners_take_torchs_and_say_who_has_what(ranks: Ranks, tmp_path: Path) -> None:
     dbs = [database(tmp_path / f"{number}.db", gathers(config)) for number, config in enumerate((ONE, TWO))]
-    for told, warned in ranks.run(checks.with_databases, dbs):
-        assert taken(told) == {"torch": 1}
+    for status, warned in ranks.run(checks.with_databases, dbs):
+        assert taken(status) == {"torch": 1}
         assert len(warned) == 1
         assert f"rank 0: {ONE}" in warned[0]
 
 
 def test_groups_have_kernels_of_their_own_and_one_rank_alone_has_none(ranks: Ranks, tmp_path: Path) -> None:
-    for told in ranks.run(checks.in_two_groups, database(tmp_path / "a.db", gathers(ONE))):
-        assert taken(told) == {str(ONE): 6, "torch": 3}
-        assert "the group has one rank" in str(told)
+    for status in ranks.run(checks.in_two_groups, database(tmp_path / "a.db", gathers(ONE))):
+        assert taken(status) == {str(ONE): 6, "torch": 3}
+        assert "the group has one rank" in str(status)
 
 
 def test_a_call_that_autograd_records_is_torchs(ranks: Ranks, tmp_path: Path) -> None:
-    for told in ranks.run(checks.with_gradients, database(tmp_path / "a.db", gathers(ONE))):
-        assert taken(told) == {str(ONE): 1, "torch": 1}
+    for status in ranks.run(checks.with_gradients, database(tmp_path / "a.db", gathers(ONE))):
+        assert taken(status) == {str(ONE): 1, "torch": 1}
 
 
 def test_wrong_arguments_are_refused_as_torch_refuses_them(ranks: Ranks, tmp_path: Path) -> None:
-    for told in ranks.run(checks.wrong_arguments, database(tmp_path / "a.db", gathers(ONE))):
-        assert len(told) == 4, told
+    for errors in ranks.run(checks.wrong_arguments, database(tmp_path / "a.db", gathers(ONE))):
+        assert len(errors) == 4, errors
 
 
 def test_another_schema_keeps_torchs_own_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     name = registration.SCATTER
     monkeypatch.setitem(registration.SCHEMAS, name, "(Tensor A, Tensor B) -> Tensor")
     with pytest.warns(RuntimeWarning, match=f"{name} stays torch's own: torch .* declares symm_mem::{name}") as caught:
-        told = autotax.torch.install()
+        status = autotax.torch.install()
     assert len(caught) == 1
-    assert told.operators[registration.GATHER] == "autotax"
+    assert status.operators[registration.GATHER] == "autotax"
     keys = torch._C._dispatch_has_kernel_for_dispatch_key
     assert keys(f"symm_mem::{registration.GATHER}", "CPU")
     assert not keys(f"symm_mem::{name}", "CPU")

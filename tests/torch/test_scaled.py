@@ -38,9 +38,9 @@ def scales(*shape: int, seed: int) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
 
 
-def error(found: Tensor, right: Tensor) -> float:
-    assert found.shape == right.shape and found.dtype is torch.bfloat16
-    return float((found.float() - right).norm() / right.norm())
+def error(output: Tensor, right: Tensor) -> float:
+    assert output.shape == right.shape and output.dtype is torch.bfloat16
+    return float((output.float() - right).norm() / right.norm())
 
 
 def gathers(world: World, db: str, layout: str, dtype: torch.dtype = E4M3) -> tuple[Status, list[float]]:
@@ -54,10 +54,10 @@ def gathers(world: World, db: str, layout: str, dtype: torch.dtype = E4M3) -> tu
     whole = torch.cat(shards)
     errors = []
     for given in (own, of_a) if layout == "row" else (of_a.view(()),):
-        found, results = OPS.fused_all_gather_scaled_matmul(
+        gathered, results = OPS.fused_all_gather_scaled_matmul(
             shards[world.rank], [b.t() for b in bs], given, of_b, 0, group(), *[[None] * 2] * 2, [torch.bfloat16] * 2, [True] * 2
         )
-        assert torch.equal(found.view(torch.uint8), whole.view(torch.uint8))
+        assert torch.equal(gathered.view(torch.uint8), whole.view(torch.uint8))
         for result, b, scale in zip(results, bs, of_b, strict=True):
             errors.append(error(result, whole.float() * of_a @ (b.float().t() * scale)))
     return ended(), errors
@@ -89,8 +89,8 @@ def test_gathering(ranks: Ranks, tmp_path: Path, layout: str, variant: str) -> N
     config = usual(problem, "scaled_decomposed" if variant == "two" else variant)
     if variant == "two":
         config = Config.of("scaled_decomposed", config.values | {"products": "two"})
-    for told, errors in ranks.run(gathers, database(tmp_path / "a.db", {problem: config}), layout):
-        assert told.left == 0 and told.taken == len(errors) // 2, str(told)
+    for status, errors in ranks.run(gathers, database(tmp_path / "a.db", {problem: config}), layout):
+        assert status.left == 0 and status.taken == len(errors) // 2, str(status)
         assert max(errors) < LIMIT
 
 
@@ -100,8 +100,8 @@ def test_gathering(ranks: Ranks, tmp_path: Path, layout: str, variant: str) -> N
 def test_scattering(ranks: Ranks, tmp_path: Path, layout: str, variant: str) -> None:
     problem = GemmReduceScatter(M, N, K, "e4m3", "scattered", WORLD, scales=layout)
     db = database(tmp_path / "a.db", {problem: usual(problem, variant)})
-    for told, errors in ranks.run(scatters, db, layout):
-        assert (told.left, told.taken) == (0, 3), str(told)
+    for status, errors in ranks.run(scatters, db, layout):
+        assert (status.left, status.taken) == (0, 3), str(status)
         assert max(errors) < LIMIT
 
 
@@ -116,8 +116,8 @@ GRADIENTS = [
 @pytest.mark.parametrize(("call", "problem", "variant"), GRADIENTS)
 def test_gradients_in_e5m2(ranks: Ranks, tmp_path: Path, call: Any, problem: Any, variant: str) -> None:
     db = database(tmp_path / "a.db", {problem: usual(problem, variant)})
-    for told, errors in ranks.run(call, db, problem.scales, E5M2):
-        assert (told.left, told.taken > 0) == (0, True), str(told)
+    for status, errors in ranks.run(call, db, problem.scales, E5M2):
+        assert (status.left, status.taken > 0) == (0, True), str(status)
         assert max(errors) < LIMIT
 
 
@@ -146,8 +146,8 @@ def test_fast_accumulation_is_a_problem_of_its_own(ranks: Ranks, tmp_path: Path)
 
 @pytest.mark.parametrize("call", [gathers, scatters])
 def test_calls_without_a_winner_stay_torchs(ranks: Ranks, tmp_path: Path, call: Any) -> None:
-    for told, errors in ranks.run(call, database(tmp_path / "none.db", {}), "row"):
-        assert told.taken == 0 and told.left > 0
+    for status, errors in ranks.run(call, database(tmp_path / "none.db", {}), "row"):
+        assert status.taken == 0 and status.left > 0
         assert max(errors) < LIMIT
 
 
@@ -172,8 +172,8 @@ def test_a_layers_own_call_ends_with_its_weight(ranks: Ranks, tmp_path: Path) ->
 
 def forked(world: World, db: str) -> int:
     """The plans of a forked process, after a tuned call of its parent."""
-    told = gathers(world, db, "row")
-    assert told[1]
+    outcome = gathers(world, db, "row")
+    assert outcome[1]
     autotax.torch.install(db)
     plans.plans_of(group(), torch.device("cpu"))
     child = os.fork()

@@ -35,7 +35,7 @@ class SyntheticRunner:
         self.searched: list[Config] = []
         self.interrupt_after: int | None = None
         self.look_ahead = 1
-        self.told: list[tuple[list[Config], list[Config]]] = []
+        self.requests: list[tuple[list[Config], list[Config]]] = []
         self.random = random.Random(3)
 
     def measure(
@@ -52,10 +52,10 @@ class SyntheticRunner:
         return [self.one(candidate, common) for candidate in candidates]
 
     def one(self, candidate: Candidate, common: list[float]) -> Measurement:
-        found = self.landscape(candidate.config)
-        if isinstance(found, str):
-            return Measurement(candidate, found, f"made to be {found}")
-        ranks = tuple(tuple(found * c * self.random.gauss(1, self.noise / 4) for c in common) for _ in range(2))
+        outcome = self.landscape(candidate.config)
+        if isinstance(outcome, str):
+            return Measurement(candidate, outcome, f"made to be {outcome}")
+        ranks = tuple(tuple(outcome * c * self.random.gauss(1, self.noise / 4) for c in common) for _ in range(2))
         return Measurement(candidate, "ok", None, ranks, 0.1, 1e-6, candidate.conditions.to_dict())
 
     @property
@@ -64,7 +64,7 @@ class SyntheticRunner:
 
     def expect(self, problem: Problem, configs: Sequence[Config], later: Iterable[Config] = ()) -> int:
         assert len(configs) <= self.look_ahead
-        self.told.append((list(configs), list(later)))
+        self.requests.append((list(configs), list(later)))
         return self.random.randrange(len(configs)) if configs else 0
 
     def close(self) -> None:

@@ -48,9 +48,9 @@ def test_the_ladder_of_flash_decode_has_a_row_a_step() -> None:
     assert shown_variants(GEMM, H200, ["bsp", "push"], every=True) == ["bsp", "push"]
     us = {"bsp": 30.0, "fused": 25.0, "single": 20.0}
     runner = SyntheticRunner(lambda config: us.get(config.variant, 27.0), noise=0.0)
-    found = compared(runner, DECODE, tuple(shown))
-    assert [row.name for row in found.rows] == ["autotax", "bsp-graph", "bsp-eager", *shown]
-    rows = {row.name: row for row in found.rows}
+    comparison = compared(runner, DECODE, tuple(shown))
+    assert [row.name for row in comparison.rows] == ["autotax", "bsp-graph", "bsp-eager", *shown]
+    rows = {row.name: row for row in comparison.rows}
     assert rows["single"].measurement is rows["autotax"].measurement
     assert sum(runner.asked.values()) == len(shown) + 1, "each is measured once, and BSP eager too"
     assert rows["bsp"].measurement is rows["bsp-graph"].measurement is not rows["bsp-eager"].measurement
@@ -70,10 +70,10 @@ class Endless(SyntheticRunner):
 
 def test_a_time_limit_leaves_one_line() -> None:
     runner = Endless(lambda _: 1.0)
-    found = compared(runner, limit=TimeLimit(0.1))
-    assert runner.asked == {"job": 1} and found.rows == () and not found.ok
-    assert found.error == "the time limit of 0.1 s came first (rank 1 at 'compile'): give it more time"
-    assert seen(tables.comparison(found), 300).count("\n") == 1 and seen(tables.taxes(found), 300).count("\n") == 1
+    comparison = compared(runner, limit=TimeLimit(0.1))
+    assert runner.asked == {"job": 1} and comparison.rows == () and not comparison.ok
+    assert comparison.error == "the time limit of 0.1 s came first (rank 1 at 'compile'): give it more time"
+    assert seen(tables.comparison(comparison), 300).count("\n") == 1 and seen(tables.taxes(comparison), 300).count("\n") == 1
 
 
 def test_the_bound_is_the_greater_of_the_product_and_the_links() -> None:
@@ -92,10 +92,12 @@ def test_the_bound_is_the_greater_of_the_product_and_the_links() -> None:
 
 
 def test_the_bound_of_flash_decode_is_the_cache_at_the_slowest_ranks_copy_rate() -> None:
-    found = compared(lambda _: 10.0, DECODE)
-    rated = [replace(row, measurement=replace(row.measurement, conditions={"copy_gbps": [4200, 4000]})) for row in found.rows]
+    comparison = compared(lambda _: 10.0, DECODE)
+    rated = [
+        replace(row, measurement=replace(row.measurement, conditions={"copy_gbps": [4200, 4000]})) for row in comparison.rows
+    ]
     nbytes = 2 * DECODE.batch * DECODE.kv_heads * DECODE.shard_len * DECODE.head_dim * 2
-    document = documents.of_comparison(replace(found, rows=tuple(rated)))
+    document = documents.of_comparison(replace(comparison, rows=tuple(rated)))
     assert document["bound_us"] == document["memory_us"] == pytest.approx(nbytes / 4000e3)
 
 
@@ -115,8 +117,8 @@ def test_no_row_is_below_a_bound_that_is_shown() -> None:
     A fused kernel may be faster than the product alone. Caches that hold the inputs may exceed the links' rate.
     """
     us: dict[str, float | str] = {"push": 90.0, "bsp": 140.0, "torch": 120.0, "product": 100.0}
-    found = compared(lambda config: us.get(config.variant, 150.0))
-    assert taxes.bound_of(found) is None and documents.of_comparison(found)["bound_us"] is None
+    comparison = compared(lambda config: us.get(config.variant, 150.0))
+    assert taxes.bound_of(comparison) is None and documents.of_comparison(comparison)["bound_us"] is None
     us["push"] = us["product"] = 5.0
     fast = compared(lambda config: us.get(config.variant, 150.0))
     assert taxes.known_us(fast) == {} and documents.of_comparison(fast)["links_us"] is None
@@ -132,16 +134,16 @@ def test_links_of_h100_are_known() -> None:
 def test_rows_of_graphs_are_in_place_and_tell_both_figures() -> None:
     class Both(SyntheticRunner):
         def one(self, candidate: Candidate, common: list[float]) -> Measurement:
-            found = super().one(candidate, common)
+            measurement = super().one(candidate, common)
             more = {"back_to_back_us": 80.0, "between_us": 17.0} if candidate.conditions.in_place else {}
-            return replace(found, conditions=found.conditions | more)
+            return replace(measurement, conditions=measurement.conditions | more)
 
-    found = compared(Both(lambda _: 100.0, noise=0.0))
-    rows = {row["name"]: row for row in documents.of_comparison(found)["rows"]}
+    comparison = compared(Both(lambda _: 100.0, noise=0.0))
+    rows = {row["name"]: row for row in documents.of_comparison(comparison)["rows"]}
     assert (rows["autotax"]["back_to_back_us"], rows["bsp-eager"]["back_to_back_us"]) == (80.0, None)
     assert (rows["bsp-graph"]["speedup_vs_bsp"], rows["bsp-eager"]["speedup_vs_bsp"]) == (1.0, None), "no ratio of two kinds"
-    assert found.peer and found.peer.name == "bsp-graph"
+    assert comparison.peer and comparison.peer.name == "bsp-graph"
     assert rows["bsp-graph"]["interval_us"] == pytest.approx([100.0, 100.0])
-    text = seen(tables.comparison(found), 200)
+    text = seen(tables.comparison(comparison), 200)
     assert "in place us [95 %]" in text and "back to back us" in text
     assert "100.0 [100.0, 100.0]" in text and "80.00" in text and "100.0 (eager)" in text

@@ -74,10 +74,10 @@ def test_a_comparison_is_made_under_the_conditions_given() -> None:
     bsp, push = (Choice(space_for(GEMM, H200).default(variant), "default") for variant in ("bsp", "push"))
 
     def rows(conditions: Conditions | None) -> dict[str, Conditions]:
-        found = compare(
+        comparison = compare(
             GEMM, hardware=H200, runner=SyntheticRunner(lambda _: 100.0), tuned=push, baseline=bsp, conditions=conditions
         )
-        return {row.name: row.measurement.candidate.conditions for row in found.rows}
+        return {row.name: row.measurement.candidate.conditions for row in comparison.rows}
 
     usual = rows(None)
     others = ["torch-graph", "torch-eager", "torch_pipeline-graph", "nccl_ll-graph", "nccl_ll128-graph", "cublas"]
@@ -119,10 +119,10 @@ def test_figures_below_zero_are_kept_and_decide_nothing(store: Store) -> None:
 
     class Hidden(SyntheticRunner):
         def one(self, candidate: Candidate, common: list[float]) -> Measurement:
-            found = super().one(candidate, common)
+            measurement = super().one(candidate, common)
             if not candidate.conditions.in_place or candidate.config.variant != "push":
-                return found
-            return replace(found, samples=tuple(tuple(-abs(us) - 0.1 for us in rank) for rank in found.samples))
+                return measurement
+            return replace(measurement, samples=tuple(tuple(-abs(us) - 0.1 for us in rank) for rank in measurement.samples))
 
     verdict = run(store, Hidden(gemm_landscape), trials=12)
     assert verdict.winner and verdict.winner.measurement.config.variant != "push"

@@ -20,8 +20,8 @@ def test_a_study_can_be_read_by_people(store: Store) -> None:
     assert study.metric_names == ["latency (us)"]
     assert study.user_attrs["hardware"] == str(H200) and study.user_attrs["problem"] == verdict.problem.key
     assert verdict.winner is not None
-    told = study.user_attrs["verdict"]
-    assert told.startswith(f"{verdict.winner.measurement.config} is {verdict.winner.speedup:.2f}x faster than BSP (")
+    summary = study.user_attrs["verdict"]
+    assert summary.startswith(f"{verdict.winner.measurement.config} is {verdict.winner.speedup:.2f}x faster than BSP (")
     for trial in study.get_trials():
         assert trial.state.name == "PRUNED" or trial.user_attrs["variant"] == trial.params["variant"]
         if trial.state.name == "COMPLETE" and trial.user_attrs["variant"] == "push":

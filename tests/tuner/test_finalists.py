@@ -31,10 +31,10 @@ class Soaking(SyntheticRunner):
     def measure(
         self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
     ) -> list[Measurement]:  # fmt: skip
-        found = super().measure(problem, candidates, effort)
+        measurements = super().measure(problem, candidates, effort)
         self.soaks.append(effort.soak)
         self.jobs.append({candidate.config for candidate in candidates})
-        return [self.soak(measurement) if effort.soak else measurement for measurement in found]
+        return [self.soak(measurement) if effort.soak else measurement for measurement in measurements]
 
     def soak(self, measurement: Measurement) -> Measurement:
         self.tried.append(measurement.config)
@@ -126,10 +126,10 @@ def test_newcomers_who_cannot_be_measured_with_the_others_do_not_win(store: Stor
             self.rounds += 1
             if self.rounds > 2:
                 return [Measurement(candidate, "crash", "lost") for candidate in candidates]
-            found = super().measure(problem, candidates, effort)
+            measurements = super().measure(problem, candidates, effort)
             if self.rounds == 1:
-                return found
-            return [replace(m, samples=tuple(tuple(us / 2 for us in rank) for rank in m.samples)) for m in found]
+                return measurements
+            return [replace(m, samples=tuple(tuple(us / 2 for us in rank) for rank in m.samples)) for m in measurements]
 
     runner = Drifting(fine)
     runner.races = lambda config: "wrong_result" if config.variant == "push" and runner.rounds == 1 else None
@@ -180,9 +180,9 @@ def test_bsp_whose_trial_something_else_ended_is_the_baseline_all_the_same(store
         def measure(
             self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
         ) -> list[Measurement]:  # fmt: skip
-            found = super().measure(problem, candidates, effort)
-            first = len(self.searched) == 1 and len(found) == 1
-            return [Measurement(candidates[0], "crash", "rank 1 was killed")] if first else found
+            measurements = super().measure(problem, candidates, effort)
+            first = len(self.searched) == 1 and len(measurements) == 1
+            return [Measurement(candidates[0], "crash", "rank 1 was killed")] if first else measurements
 
     verdict = run(store, Struck(gemm_landscape), trials=12)
     assert verdict.trials["crash"] == 1 and verdict.winner and verdict.baseline and verdict.baseline.config == Config("bsp")

@@ -77,7 +77,7 @@ def test_a_run_asks_first_for_what_was_compiled_ahead(
     compile_ahead(problem, H200, ahead, store, ahead.environment, settings)
     ((_, foreseen),) = ahead.ahead
     run(store, later, problem, sampler=sampler, trials=12, variants=chosen)
-    asked = list(dict.fromkeys(config for configs, _ in later.told for config in configs))
+    asked = list(dict.fromkeys(config for configs, _ in later.requests for config in configs))
     assert foreseen[:FORESIGHT] == asked[:FORESIGHT] and len(foreseen) > FORESIGHT
 
 

@@ -42,15 +42,15 @@ def smooth(config: Config) -> float:
 
 def test_what_is_measured_leads_to_better_configs_than_chance_does() -> None:
     model = Model(PUSH, Prior(GEMM, H200, None), 0, PUSH.seeds())
-    told: list[Config] = []
+    trials: list[Config] = []
     for _ in range(30):
-        config = model.suggest([config not in told for config in model.configs], [])
-        assert config and config not in told
+        config = model.suggest([config not in trials for config in model.configs], [])
+        assert config and config not in trials
         model.tell(config, smooth(config))
-        told.append(config)
+        trials.append(config)
     drawn = [config for config in model.configs[:300] if config.variant == "push"]
-    assert min(map(smooth, told)) < np.quantile([smooth(config) for config in drawn], 0.02)
-    assert np.mean([smooth(c) for c in told[20:]]) < np.mean([smooth(c) for c in told[:10]])
+    assert min(map(smooth, trials)) < np.quantile([smooth(config) for config in drawn], 0.02)
+    assert np.mean([smooth(c) for c in trials[20:]]) < np.mean([smooth(c) for c in trials[:10]])
 
 
 def test_what_is_pending_is_believed_so_that_others_are_asked_for() -> None:
@@ -69,14 +69,14 @@ def test_what_is_pending_is_believed_so_that_others_are_asked_for() -> None:
 
 def test_little_is_expected_once_all_is_as_predicted() -> None:
     model = Model(PUSH, prior_for(GEMM, H200), 0, PUSH.seeds())
-    free = lambda: np.array([config not in told for config in model.configs])  # noqa: E731
-    told: set[Config] = set()
+    free = lambda: np.array([config not in trials for config in model.configs])  # noqa: E731
+    trials: set[Config] = set()
     gains = []
     prior = prior_for(GEMM, H200)
     for _ in range(24):
         config = model.suggest(free(), [])
         assert config
-        told.add(config)
+        trials.add(config)
         model.tell(config, float(np.exp(prior([config])[0])))
         gains.append(model.gain(free()))
     assert gains[-1] < 0.01 and gains[-1] < gains[0]
@@ -84,13 +84,13 @@ def test_little_is_expected_once_all_is_as_predicted() -> None:
 
 def test_what_was_expected_in_vain_is_expected_no_longer() -> None:
     model = Model(PUSH, Prior(GEMM, H200, None), 0, PUSH.seeds())
-    told: set[Config] = set()
-    free = lambda: np.array([config not in told for config in model.configs])  # noqa: E731
+    trials: set[Config] = set()
+    free = lambda: np.array([config not in trials for config in model.configs])  # noqa: E731
     gains = []
     for us in (100.0, *range(101, 125)):
         config = model.suggest(free(), [])
         assert config
-        told.add(config)
+        trials.add(config)
         model.tell(config, us)
         gains.append(model.gain(free()))
     assert gains[1] > 0.3, "nothing is known yet, and one trial is no reason to give up"
@@ -147,15 +147,15 @@ def test_the_sampler_gp_learns(store: Store) -> None:
     def landscape(config: Config) -> float:
         return smooth(config) if config.variant in ("bsp", "push") else 300.0
 
-    found = {}
+    means = {}
     for sampler in ("gp", "random"):
         latest: list[float] = []
         for seed in range(4):
             runner = SyntheticRunner(landscape, noise=0.001)
             run(store, runner, trials=50, sampler=sampler, resume=False, variants=("push",), soak=0, seed=seed)
             latest += [landscape(config) for config in runner.searched[-15:]]
-        found[sampler] = np.mean(latest)
-    assert found["gp"] < 0.95 * found["random"]
+        means[sampler] = np.mean(latest)
+    assert means["gp"] < 0.95 * means["random"]
 
 
 def test_most_of_what_the_model_asks_for_was_foreseen() -> None:
@@ -171,7 +171,7 @@ def test_most_of_what_the_model_asks_for_was_foreseen() -> None:
             held.append(config in foreseen)
         search.tell(Measurement(Candidate(config), "ok", None, ((float(np.exp(prior([config])[0])),),)))
         upcoming = list(search.upcoming(16))
-        assert len(upcoming) == len(set(upcoming)) > 8 and not {each.digest for each in upcoming} & search.seen
+        assert len(upcoming) == len(set(upcoming)) > 8 and not {suggestion.digest for suggestion in upcoming} & search.seen
         foreseen |= set(upcoming)
     assert np.mean(held) > 0.8
 
@@ -185,8 +185,8 @@ def test_a_search_ends_by_itself_and_says_so(store: Store) -> None:
     ear, runner = Ear(), SyntheticRunner(landscape, noise=0.001)
     verdict = run(store, runner, DECODE, trials=60, sampler="gp", ends_below=0.007, listener=ear)
     assert 12 <= len(runner.searched) < 60 and verdict.winner
-    (told,) = [notice for notice in ear.notices if "ended after" in notice]
-    assert f"after {len(runner.searched)} trials" in told and "less than 0.7%" in told
+    (message,) = [notice for notice in ear.notices if "ended after" in notice]
+    assert f"after {len(runner.searched)} trials" in message and "less than 0.7%" in message
     assert verdict.accounts["gain"] < 0.007 and ear.heard[-1].gain == verdict.accounts["gain"]
     assert store.runs()[-1].settings["ends_below"] == 0.007
     more = SyntheticRunner(landscape, noise=0.001)
@@ -199,15 +199,15 @@ def test_what_the_prior_says_is_slow_is_left_out(skips: bool) -> None:
     space, prior = space_for(GEMM, H200), prior_for(GEMM, H200)
     search = Search(space, Settings(sampler="gp"))
     search.slow = SLOW if skips else math.inf
-    told: list[float] = []
+    latencies: list[float] = []
     late: list[float] = []
     for at in range(40):
         config = search.ask()
         assert config
         us = float(np.exp(prior([config])[0]))
         if at >= ENOUGH and config.variant != "bsp" and prior.knows(config.variant):
-            late.append(us / min(told))
-        told.append(us)
+            late.append(us / min(latencies))
+        latencies.append(us)
         search.tell(Measurement(Candidate(config), "ok", None, ((us,),)))
     assert (max(late) < 1.4) is skips
     assert not Prior(GEMM, H200, None).knows("push") and prior.knows("push") and not prior.knows("mine")
@@ -239,15 +239,15 @@ def test_the_database_work_of_a_trial_does_not_grow_with_the_run(store: Store) -
         count += 1
 
     class Counting(SyntheticRunner):
-        def expect(self, *told: object) -> int:
+        def expect(self, *arguments: object) -> int:
             statements.append(count)
-            return super().expect(*told)  # type: ignore[arg-type]
+            return super().expect(*arguments)  # type: ignore[arg-type]
 
     sqlalchemy.event.listen(Engine, "before_cursor_execute", note)
     try:
         run(store, Counting(gemm_landscape), trials=60, sampler="tpe", soak=0)
     finally:
         sqlalchemy.event.remove(Engine, "before_cursor_execute", note)
-    each = [after - before for before, after in pairwise(statements)]
-    early, late = max(each[: len(each) // 3]), max(each[len(each) // 3 :])  # of variants with the most parameters
+    counts = [after - before for before, after in pairwise(statements)]
+    early, late = max(counts[: len(counts) // 3]), max(counts[len(counts) // 3 :])  # of variants with the most parameters
     assert late <= 1.25 * early, (early, late)

@@ -37,8 +37,8 @@ class Clocks(SyntheticRunner):
     ) -> list[Measurement]:  # fmt: skip
         self.jobs.append(len(candidates))
         clock = self.clock.uniform(0.9, 1.1)
-        found = super().measure(problem, candidates, effort, overlap)
-        return [replace(m, samples=tuple(tuple(clock * us for us in rank) for rank in m.samples)) for m in found]
+        measurements = super().measure(problem, candidates, effort, overlap)
+        return [replace(m, samples=tuple(tuple(clock * us for us in rank) for rank in m.samples)) for m in measurements]
 
 
 def searched(store: Store) -> list[TrialRecord]:
@@ -57,8 +57,8 @@ def test_pairs_put_configs_in_their_order_whatever_the_clocks_are(store: Store, 
     run(store, runner, trials=16, sampler=sampler, paired=True, soak=0)
     assert runner.jobs[:16] == [1] + [2] * 15, "the first trial has no incumbent"
     trials = searched(store)
-    told = [trial.conditions.get(PAIRED) for trial in trials]
-    assert told[0] is None and all(told[1:]) and {each["with"] for each in told[1:]} <= {t.config.digest for t in trials}
+    pairs = [trial.conditions.get(PAIRED) for trial in trials]
+    assert pairs[0] is None and all(pairs[1:]) and {pair["with"] for pair in pairs[1:]} <= {t.config.digest for t in trials}
     assert out_of_order(trials) == 0
     assert all(trial.latency_us == pytest.approx(measurement_of(trial).latency_us) for trial in trials), "samples as taken"
 

@@ -68,7 +68,7 @@ def test_replays_are_told_as_a_table_and_as_a_document(recorded: Path, capsys: p
     assert main(["replay", str(recorded), "--trials", "16", "--seeds", "1", "--json"]) == 0
     out, err = capsys.readouterr()
     document = json.loads(out)
-    assert [each["strategy"] for each in document["results"]] == list(replay.STRATEGIES)
+    assert [result["strategy"] for result in document["results"]] == list(replay.STRATEGIES)
     assert document["about"]["problems"] == [DECODE.to_dict()] and "no --models" in err
     assert main(["replay", str(recorded), "--trials", "12", "--seeds", "1"]) == 0
     assert "in turn with the queue" in capsys.readouterr().out

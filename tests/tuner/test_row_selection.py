@@ -21,8 +21,8 @@ def test_a_config_that_was_no_finalist_does_not_win_because_finalists_read_slowe
     """Finalists read 5 % slower than in the search: clocks are lower by then."""
     searched = [trial(PUSH, 100.0), trial(OTHER, 101.0), trial(THIRD, 102.0)]
     finals = [trial(PUSH, 105.0, final=True), trial(OTHER, 106.0, final=True)]
-    found = best_of("push", [*searched, *finals], SPACE)
-    assert (found.config, found.source) == (PUSH, "best of 5 trials in a paired round")
+    choice = best_of("push", [*searched, *finals], SPACE)
+    assert (choice.config, choice.source) == (PUSH, "best of 5 trials in a paired round")
 
 
 def test_an_unpaired_figure_that_scatters_does_not_win() -> None:

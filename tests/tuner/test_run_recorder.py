@@ -12,7 +12,7 @@ from autotax.tuner import run_recorder
 @pytest.mark.parametrize("name", ["sqlite:///FOLDER/tuned.db", "postgresql+psycopg://me:secret@host/tuned"])
 def test_the_next_run_on_the_same_database_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    url, other = (name.replace("FOLDER", str(tmp_path)).replace("tuned", each) for each in ("tuned", "tuned.run-1"))
+    url, other = (name.replace("FOLDER", str(tmp_path)).replace("tuned", stem) for stem in ("tuned", "tuned.run-1"))
     assert run_recorder.left(url) == []
     run_recorder.leave(other, 3, "failed")
     run_recorder.leave(url, 12, "interrupted")

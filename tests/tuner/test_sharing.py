@@ -45,7 +45,7 @@ def test_a_second_tuner_of_a_problem_harms_no_first(
 
     monkeypatch.setattr(run_recorder, "this_process", lambda: [host, boot, os.getppid() if seen_as == "alive" else number])
     verdicts.append(run(store, At(3, second), trials=8))
-    assert all(verdict.winner for verdict in verdicts) and [each.status for each in store.runs()] == ["done", "done"]
+    assert all(verdict.winner for verdict in verdicts) and [record.status for record in store.runs()] == ["done", "done"]
     assert [sum(verdict.trials.values()) for verdict in verdicts] == [2, 8]
     complete = [states.count("COMPLETE") for states in trials_of(store)]
     assert complete == ([8, 2] if fresh else [8]), "all that was measured"
@@ -105,4 +105,4 @@ def test_last_words_that_cannot_be_removed_are_left(store: Store, monkeypatch: p
     run_recorder.leave(store.url, run_id, "interrupted")
     monkeypatch.setattr(Path, "unlink", refuse)
     assert run(store, SyntheticRunner(gemm_landscape), trials=2).winner
-    assert [each.status for each in store.runs()] == ["interrupted", "done"]
+    assert [record.status for record in store.runs()] == ["interrupted", "done"]

@@ -71,9 +71,9 @@ def test_an_independent_job_lands_in_the_interval_of_two_about_as_often_as_it_sa
 def test_a_later_comparison_lands_in_the_intervals_of_live_winners() -> None:
     """Uses the winners of 2 H100. Another command made the comparison after they were stored."""
     script = runpy.run_path(str(REPEATS.with_name("coverage.py")))
-    found = [(script["interval"](jobs), median) for _, jobs, median, _ in script["live"]()]
-    assert len(found) == 108 and sum(low <= median <= high for (low, high), median in found) >= 98
-    assert sum(low <= median for (low, _), median in found) >= 101, "what is promised is kept more often than that"
+    intervals = [(script["interval"](jobs), median) for _, jobs, median, _ in script["live"]()]
+    assert len(intervals) == 108 and sum(low <= median <= high for (low, high), median in intervals) >= 98
+    assert sum(low <= median for (low, _), median in intervals) >= 101, "what is promised is kept more often than that"
 
 
 def test_jobs_that_differ_widen_the_interval_and_more_jobs_narrow_it() -> None:
@@ -93,10 +93,10 @@ def test_the_reach_of_students_distribution(freedom: int, quantile: float) -> No
 
 def test_differences_that_are_not_above_zero_widen_the_interval_and_raise_nothing() -> None:
     figures = [(3.0, 1.5), (1.0, 0.0), (1.0, -2.0), (-1.0, 2.0), (0.0, -1.0)]
-    assert [ratio(*each) for each in figures] == [2.0, MOST, MOST, 1 / MOST, 1.0]
+    assert [ratio(*pair) for pair in figures] == [2.0, MOST, MOST, 1 / MOST, 1.0]
     clear = [[10.0, 11.0, 9.0, 10.0, 10.5] * 4] * 2
-    found = estimate(clear, [[5.0, 5.5, 4.5, 5.0, 5.2] * 4] * 2)
-    assert 1.9 < found.another_job[0] < 2.0 < found.another_job[1] < 2.1
+    gain = estimate(clear, [[5.0, 5.5, 4.5, 5.0, 5.2] * 4] * 2)
+    assert 1.9 < gain.another_job[0] < 2.0 < gain.another_job[1] < 2.1
     lost = estimate(clear, [[-1.0, 6.0, 30.0, -4.0, 12.0] * 4] * 2)
     assert lost.another_job[0] < 1.0 < 10.0 < lost.another_job[1], "nothing is known of it"
     speed, (low, high) = speedup([1.0, 1.0, 1.0, 1.0], [0.5, -0.1, 0.5, 4.0])

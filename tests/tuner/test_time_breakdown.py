@@ -34,16 +34,16 @@ class Slow(SyntheticRunner):
 def test_a_run_accounts_for_its_seconds(store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slow, "clock", clock)
     verdict = run(store, Slow(gemm_landscape), trials=10)
-    told = verdict.accounts
-    jobs = round(told["device_s"] / 0.03)
-    assert jobs >= 11 and told["compile_s"] == pytest.approx(jobs * 0.02)
-    assert told["ranks_s"] == pytest.approx(jobs * 0.01)
-    parts = told["device_s"] + told["compile_s"] + told["ranks_s"] + told["tuner_s"]
-    assert parts == pytest.approx(told["seconds"]) and told["seconds"] == pytest.approx(verdict.seconds)
-    assert told["idle_share"] == pytest.approx(1 - told["device_s"] / told["seconds"])
-    assert told["trials"] == 10 and told["trials_per_minute"] == pytest.approx(600 / told["search_s"])
-    assert told["search_s"] < told["seconds"], "the finalists are not part of the search"
-    assert store.runs()[0].accounts == pytest.approx(told)
+    breakdown = verdict.accounts
+    jobs = round(breakdown["device_s"] / 0.03)
+    assert jobs >= 11 and breakdown["compile_s"] == pytest.approx(jobs * 0.02)
+    assert breakdown["ranks_s"] == pytest.approx(jobs * 0.01)
+    parts = breakdown["device_s"] + breakdown["compile_s"] + breakdown["ranks_s"] + breakdown["tuner_s"]
+    assert parts == pytest.approx(breakdown["seconds"]) and breakdown["seconds"] == pytest.approx(verdict.seconds)
+    assert breakdown["idle_share"] == pytest.approx(1 - breakdown["device_s"] / breakdown["seconds"])
+    assert breakdown["trials"] == 10 and breakdown["trials_per_minute"] == pytest.approx(600 / breakdown["search_s"])
+    assert breakdown["search_s"] < breakdown["seconds"], "the finalists are not part of the search"
+    assert store.runs()[0].accounts == pytest.approx(breakdown)
     resumed = run(store, Slow(gemm_landscape), trials=12)
     assert resumed.accounts["trials"] == 2, "those of earlier runs took this one no time"
 
@@ -58,9 +58,9 @@ def test_what_the_database_takes_while_ranks_measure_is_not_their_work(
             self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
         ) -> list[Measurement]:  # fmt: skip
             until = clock.monotonic() + 0.02
-            found = super().measure(problem, candidates, effort, overlap)
+            measurements = super().measure(problem, candidates, effort, overlap)
             clock.sleep(max(0.0, until - clock.monotonic()))
-            return [replace(m, ranks_s=0.02 / len(found), compile_s=0.0) for m in found]
+            return [replace(m, ranks_s=0.02 / len(measurements), compile_s=0.0) for m in measurements]
 
     ask = Search.ask
 
@@ -71,16 +71,16 @@ def test_what_the_database_takes_while_ranks_measure_is_not_their_work(
     monkeypatch.setattr(Search, "ask", locked)
     runner = Beside(gemm_landscape)
     runner.look_ahead = 2
-    told = run(store, runner, trials=8).accounts
-    assert told["tuner_s"] > 7 * 0.2 and 8 * 0.02 < told["ranks_s"] < 5 * 0.2
+    breakdown = run(store, runner, trials=8).accounts
+    assert breakdown["tuner_s"] > 7 * 0.2 and 8 * 0.02 < breakdown["ranks_s"] < 5 * 0.2
 
 
 def test_one_line_says_it() -> None:
-    told = {
+    breakdown = {
         "device_s": 7.8, "compile_s": 1.6, "ranks_s": 4.0, "tuner_s": 6.6, "seconds": 20.0, "idle_share": 0.61,
         "trials": 60, "search_s": 16.0, "trials_per_minute": 225.0,
     }  # fmt: skip
-    assert accounts(told, H200) == "Search 16 s, finals 4 s; GPUs waited for the host 61 % of the time."
+    assert accounts(breakdown, H200) == "Search 16 s, finals 4 s; GPUs waited for the host 61 % of the time."
 
 
 def test_a_notice_is_told_once_a_run_and_kept(store: Store) -> None:

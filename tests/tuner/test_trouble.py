@@ -36,11 +36,11 @@ class At(SyntheticRunner):
     def measure(
         self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None,
     ) -> list[Measurement]:  # fmt: skip
-        found = super().measure(problem, candidates, effort)
+        measurements = super().measure(problem, candidates, effort)
         if len(self.searched) == self.count:
             self.count = -1
             self.action()
-        return found
+        return measurements
 
 
 def file_of(store: Store) -> Path:
@@ -152,7 +152,7 @@ def test_a_full_disk_ends_the_run_with_what_was_kept(store: Store, monkeypatch: 
     assert store.counts()["trials"] == 3 and runners[1].searched == runners[0].searched[3:]
     run(store, runners[2], trials=10)
     assert len(runners[2].searched) == 7, "what was in flight is nobody's outcome: it is tried again"
-    assert [each.status for each in store.runs()] == ["failed", "failed", "done"], "the database has heard of it in the end"
+    assert [record.status for record in store.runs()] == ["failed", "failed", "done"], "the database has heard of it in the end"
     assert not list(file_of(store).parent.glob("*failed*"))
 
 

@@ -71,13 +71,13 @@ def test_what_only_explains_where_time_goes_is_searched_if_asked_for(store: Stor
 def test_or_where_it_has_won_before(store: Store, nothing_shipped: Path, m: int, shipped: bool, tried: set[str]) -> None:
     """The config is a stale winner of this problem or of a similar one."""
     space = space_for(GEMM, H200)
-    told: dict[str, Any] = {"problem": replace(GEMM, m=m), "config": space.default("pull"), "hardware": H200}
-    told["environment"] = replace(environment("cpu"), triton="3.5.0")
+    fields: dict[str, Any] = {"problem": replace(GEMM, m=m), "config": space.default("pull"), "hardware": H200}
+    fields["environment"] = replace(environment("cpu"), triton="3.5.0")
     if shipped:
         nothing_shipped.mkdir()
-        write(nothing_shipped / "a.json", [an_entry(**told)], anonymous=True)
+        write(nothing_shipped / "a.json", [an_entry(**fields)], anonymous=True)
     else:
-        keep_winner(store, **told)
+        keep_winner(store, **fields)
     runner = SyntheticRunner(gemm_landscape)
     run(store, runner, trials=12)
     ladder = set(space.variants) - set(searched_unless_asked(GEMM, H200).variants)
@@ -88,10 +88,10 @@ def test_a_shipped_winner_of_this_problem_is_among_the_finalists_of_a_short_sear
     """Else a search that had no time for it would store something slower, which look-ups prefer."""
     space = space_for(GEMM, H200)
     best = space.neighbours(space.default("push_specialized"))[-1]
-    told: dict[str, Any] = {"problem": GEMM, "config": best, "hardware": H200, "environment": environment("cpu")}
-    told |= {"kernel_digest": variant_digest(GEMM.op, best.variant)}
+    fields: dict[str, Any] = {"problem": GEMM, "config": best, "hardware": H200, "environment": environment("cpu")}
+    fields |= {"kernel_digest": variant_digest(GEMM.op, best.variant)}
     nothing_shipped.mkdir()
-    write(nothing_shipped / "a.json", [an_entry(**told)], anonymous=True)
+    write(nothing_shipped / "a.json", [an_entry(**fields)], anonymous=True)
     runner = SyntheticRunner(lambda config: {best: 90.0, Config("bsp"): 130.0}.get(config, 110.0))
     verdict = run(store, runner, trials=1)
     assert best not in runner.searched and verdict.winner and verdict.winner.measurement.config == best
@@ -115,13 +115,13 @@ def test_what_won_before_an_upgrade_is_tried_in_turn_with_seeds(store: Store, no
     unfit = Config.of("push", odd.values | {"block_m": 24})
     older = replace(environment("cpu"), triton="3.5.0")
     for config, low in ((odd, 1.1), (unfit, 1.2)):
-        told: dict[str, Any] = {"problem": GEMM, "config": config, "hardware": H200, "environment": older, "interval_low": low}
-        told |= {"kernel_digest": config.digest}
+        fields: dict[str, Any] = {"problem": GEMM, "config": config, "hardware": H200, "environment": older, "interval_low": low}
+        fields |= {"kernel_digest": config.digest}
         if shipped:
             nothing_shipped.mkdir(exist_ok=True)
-            write(nothing_shipped / f"{config.digest}.json", [an_entry(**told)], anonymous=True)
+            write(nothing_shipped / f"{config.digest}.json", [an_entry(**fields)], anonymous=True)
         else:
-            keep_winner(store, **told)
+            keep_winner(store, **fields)
     runner = SyntheticRunner(lambda config: {odd: 90.0, Config("bsp"): 130.0}.get(config, 110.0))
     verdict = run(store, runner, trials=4, sampler="tpe")
     assert runner.searched == [Config("bsp"), odd, *seeds[1:3]]
@@ -155,11 +155,11 @@ def test_idle_compilers_get_what_the_queue_holds_before_anything_is_measured(sto
     runner = SyntheticRunner(gemm_landscape)
     runner.look_ahead = 8
     run(store, runner, trials=20, sampler="tpe")
-    (asked, later), *others = runner.told
+    (asked, later), *others = runner.requests
     assert [config.variant for config in asked] == ["bsp"] and len(later) == 16
     assert set(later) <= set(runner.searched), "compilers work for trials that come"
     assert all(not set(asked) & set(later) and len(asked) + len(later) <= 20 for asked, later in others)
-    assert runner.told[-1][1] == []
+    assert runner.requests[-1][1] == []
 
 
 @pytest.mark.parametrize(("sampler", "every_second"), [("tpe", True), ("random", False)])
@@ -170,7 +170,7 @@ def test_after_the_seeds_every_second_suggestion_is_a_neighbour_of_one_of_the_be
     seeds = len(space.seeds())
     run(store, runner, trials=seeds + 10, variants=("push",), sampler=sampler)
     verified = [config for config in runner.searched if isinstance(gemm_landscape(config), float)]
-    near = [any(config in space.neighbours(each) for each in verified) for config in runner.searched[seeds:]]
+    near = [any(config in space.neighbours(origin) for origin in verified) for config in runner.searched[seeds:]]
     assert (sum(near) >= 5) is every_second
 
 

@@ -27,7 +27,7 @@ def took(world: World, call: object) -> float:
     with torch.cuda.graph(graph):
         for _ in range(CALLS):
             call()  # type: ignore[operator]
-    found = []
+    latencies = []
     for _ in range(REPLAYS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         world.barrier()
@@ -35,8 +35,8 @@ def took(world: World, call: object) -> float:
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        found.append(start.elapsed_time(end) * 1e3 / CALLS)
-    return statistics.median(found)
+        latencies.append(start.elapsed_time(end) * 1e3 / CALLS)
+    return statistics.median(latencies)
 
 
 def both(world: World, m: int, n: int, k: int, scatters: bool) -> tuple[float, float, bool]:

@@ -113,8 +113,8 @@ class Row:
         for _ in range(2):
             self.run()
         self.world.synchronize()
-        each = (time.perf_counter() - started) / 2 * 1e6
-        mine = max(2, min(20, int(SAMPLE_US / each)))
+        latency_us = (time.perf_counter() - started) / 2 * 1e6
+        mine = max(2, min(20, int(SAMPLE_US / latency_us)))
         return max(self.world.gather(mine, int))
 
     def late(self, replays: int, calls: list[Any]) -> int:
@@ -141,7 +141,7 @@ def measure(world: World, problem: GatherAttention, rows: dict[str, Config], lat
             fix_cache_keys()
         _contexts["context"] = open_context(world, detect(world.backend), HEAP_BYTES if on_gpu else 1 << 26)
     context = _contexts["context"]
-    told: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "CPU ranks"}
+    report: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "CPU ranks"}
     calls = [make_inputs(problem, seed, world.rank, world.device) for seed in (0, 1)]
     verified = problem.seq_len <= MOST_VERIFIED
     right = [reference(problem, seed, world.rank, world.device) for seed in (0, 1)] if verified else []
@@ -153,27 +153,27 @@ def measure(world: World, problem: GatherAttention, rows: dict[str, Config], lat
             compared = zip(row.outs, right, calls, strict=False)
             if name in operator.peers and operator.peers[name].part:  # it gathers the keys of its first call only
                 compared = zip(row.outs[:1], right[:1], calls[:1], strict=False)
-            error = max((relative_error(*each) for each in compared), default=-1.0)
+            error = max((relative_error(*case) for case in compared), default=-1.0)
             count = row.count()
             ready[name] = row, row.captured(count), count
-            told[name] = {"error": error, "us": []}
+            report[name] = {"error": error, "us": []}
         except Exception as problem_with_it:
-            told[name] = f"{type(problem_with_it).__name__}: {str(problem_with_it)[:160]}"
+            report[name] = f"{type(problem_with_it).__name__}: {str(problem_with_it)[:160]}"
     tick = torch.zeros(1, device=world.device)
     for turn in range(1 + (ROUNDS if verified else 3)):
         for name, (_, replay, count) in ready.items():
             dist.all_reduce(tick, group=world.data)
             us = _timed(world, replay) / count
             if turn:
-                told[name]["us"].append(us)
+                report[name]["us"].append(us)
     for name, (row, _, _) in ready.items():
-        told[name] |= {"us": statistics.median(told[name]["us"])}
+        report[name] |= {"us": statistics.median(report[name]["us"])}
         if late and name not in operator.peers:
-            told[name]["wrong"] = row.late(late, calls)
-        told[name]["note"] = row.kernel.failure()
+            report[name]["wrong"] = row.late(late, calls)
+        report[name]["note"] = row.kernel.failure()
     ready.clear()
     context.heap.reset()
-    return told
+    return report
 
 
 def _timed(world: World, replay: Callable[[], torch.Tensor]) -> float:
@@ -193,13 +193,13 @@ def _timed(world: World, replay: Callable[[], torch.Tensor]) -> float:
 def show(key: str, both: list[dict[str, Any]], rows: dict[str, Config]) -> None:
     print(f"# {key} on {both[0]['device']}", flush=True)
     for name in rows:
-        if failed := [told[name] for told in both if isinstance(told[name], str)]:
+        if failed := [report[name] for report in both if isinstance(report[name], str)]:
             print(f"    FAILED {failed[0]} {name}", flush=True)
             continue
-        mine = [told[name] for told in both]
-        us, error = (max(told[what] for told in mine) for what in ("us", "error"))
-        wrong = "" if "wrong" not in mine[0] else f"  late: {sum(told['wrong'] for told in mine)} wrong"
-        notes = [told["note"] for told in mine if told["note"]]
+        mine = [report[name] for report in both]
+        us, error = (max(report[what] for report in mine) for what in ("us", "error"))
+        wrong = "" if "wrong" not in mine[0] else f"  late: {sum(report['wrong'] for report in mine)} wrong"
+        notes = [report["note"] for report in mine if report["note"]]
         print(f"{us:10.1f} us  error {error:.2e}  {name}{wrong}  {notes or ''}", flush=True)
 
 
