@@ -11,6 +11,7 @@ import torch
 from autotax.hardware import detect
 from autotax.kernels.specialized_product import SpecializedProduct
 from autotax.kernels.tiling import ProductTile
+from autotax.operators.problems import AllGatherGemm
 from autotax.operators.scaled import dequantised, laid_out, scales_shape
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +25,7 @@ def operand(rows: int, k: int, scales: str, draw: torch.Generator, *, weight: bo
 
 
 def product_of(tile: ProductTile, splits: int, scales: str, n: int, k: int, rows: int) -> SpecializedProduct:
-    problem = SimpleNamespace(scales=scales, n=n, k=k, result="bf16", operand="e4m3")
+    problem = AllGatherGemm(rows, n, k, "e4m3", world_size=1, scales=scales)
     context: Any = SimpleNamespace(
         processors=detect().processors,
         empty=lambda shape, dtype: torch.empty(shape, dtype=dtype, device="cuda"),
