@@ -273,7 +273,7 @@ def _too_many(command: str, there: list[Option], draw: random.Random, folder: Pa
 
 
 def _others_option(command: str, there: list[Option], draw: random.Random, folder: Path) -> tuple[str, ...]:
-    own = {option.name for option in there}
+    own = {option.name for option in there} | {"json"}  # which asks for a document of the mistake on stdout, wherever it is given
     foreign = sorted({other.name for all_of in options().values() for other in all_of} - own)
     return (*valid(command, draw, folder), f"--{draw.choice(foreign)}", "1") if foreign else ()
 
