@@ -23,12 +23,12 @@ def test_what_is_listed_as_slow_exists() -> None:
         assert here, f"{case} is gone: take it out of {LIST}"
 
 
-def test_cases_of_two_seconds_and_files_of_slow_fixtures_are_slow() -> None:
+def test_cases_that_take_long_and_files_of_slow_fixtures_are_slow() -> None:
     log = """
   3.20s call     tests/a/test_b.py::test_c[1 - 2]
 2.00s setup    tests/a/test_b.py::test_d
   1.50s call     tests/a/test_b.py::test_d
-  1.90s call     tests/a/test_b.py::test_e
+  1.40s call     tests/a/test_b.py::test_e
   21.0s setup    tests/test_f.py::test_g
   4.00s call     tests/test_f.py::test_h
 9.00s teardown tests/a/test_b.py::test_e
