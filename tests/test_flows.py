@@ -8,11 +8,9 @@ from results.runtime.flows import traced
 
 
 def test_a_first_look_up() -> None:
-    """It calls no function of another file for each of hundreds of shipped winners. It calls one for each of dozens of sets of
-    hardware, software and conditions that they were proven with.
-    """
+    """It calls no function of another file for each shipped winner, of which there are hundreds."""
     counted = traced("look-up")
-    assert counted["files"] <= 25 and counted["hops"] <= 60 and counted["calls"] <= 350, counted
+    assert counted["files"] <= 25 and counted["hops"] <= 60 and counted["calls"] <= 300, counted
 
 
 @pytest.mark.volume

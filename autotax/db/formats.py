@@ -522,8 +522,14 @@ class _ShippedFile(msgspec.Struct):
 
 @lru_cache(maxsize=256)
 def _place(hardware: Any, environment: Any, conditions: Any) -> Place:
-    devices, software, deployed = map(msgspec.structs.asdict, (hardware, environment, conditions))
-    return Place(Hardware(**devices), Environment(**software), Conditions(**deployed))
+    devices, software = map(msgspec.structs.asdict, (hardware, environment))
+    return Place(Hardware(**devices), Environment(**software), _conditions(conditions))
+
+
+@lru_cache(maxsize=256)
+def _conditions(conditions: Any) -> Conditions:
+    """Dozens of places share few conditions, each of which is checked when it is made."""
+    return Conditions(**msgspec.structs.asdict(conditions))
 
 
 def shipped_winners(path: Path) -> list[IndexedWinner]:

@@ -173,7 +173,7 @@ def reduce(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def above(ranks: list[dict[str, Any]], way: str, base: str) -> dict[str, Any]:
-    """What a way takes above another, of the rank where it is most: differences within a round."""
+    """By how much a way is slower than another on the rank where that is most. Differences are taken within a round."""
     per_rank = [[one - other for one, other in zip(rank["times"][way], rank["times"][base], strict=True)] for rank in ranks]
     worst = max(per_rank, key=statistics.median)
     return {

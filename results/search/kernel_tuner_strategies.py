@@ -70,7 +70,7 @@ class PointRunner(Runner):
                 continue
             self.again = self.again + 1 if point in self.times_us else 0
             known = len(self.losses) >= replay.LOSSES[-1] and min(self.losses) <= 1 + replay.SHARES[0]
-            if known or self.again > STUCK:  # what the table tells of it, or nothing new
+            if known or self.again > STUCK:  # as close as is counted, or stuck: nothing new comes
                 tuning_options.budget.num_fevals = tuning_options.budget.max_fevals
             if point not in self.times_us:
                 us = self.on.us(self.configs[point])

@@ -147,7 +147,7 @@ def line(name: str, played: list[Row]) -> None:
 
 
 def ends(name: str, played: list[Row]) -> None:
-    """What a run that ends by itself would have lost, if further trials could only have come from this search."""
+    """The loss of a run that ends by itself, if further trials could only have come from this search."""
     print(f"{name} ({len({row['seed'] for row in played})} seeds)")
     for threshold in map(str, THRESHOLDS):
         after = [float(row["ends"][threshold][0]) for row in played]
