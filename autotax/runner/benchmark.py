@@ -22,6 +22,7 @@ from autotax.kernels import prepare
 from autotax.kernels.alignment import delay
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
+from autotax.operators import registry
 from autotax.operators.inputs import Call
 from autotax.operators.verification import Expected, farthest, make_inputs, reference, relative_error, tolerance
 from autotax.runner.measurement import REFERENCES, Candidate, Effort, RankReport
@@ -39,11 +40,14 @@ SOAKED = tuple(range(REFERENCES))
 class InputCache:
     """Input sets by seed: even ones are timed (normal numbers, full lengths), odd ones are ragged and have outliers."""
 
-    def __init__(self, problem: Problem, rank: int, device: torch.device, hardware: Hardware) -> None:
+    def __init__(
+        self, problem: Problem, rank: int, device: torch.device, hardware: Hardware, reduce_scatter: ReduceScatter | None = None
+    ) -> None:
         self.problem = problem
         self.rank = rank
         self.device = device
         self.hardware = hardware
+        self._reduce_scatter = reduce_scatter
         self._sets: dict[int, Call] = {}
         self._references: dict[int, Expected] = {}
         nbytes = self.get(0).nbytes
@@ -72,8 +76,12 @@ class InputCache:
 
     @cached_property
     def surroundings(self) -> Surroundings:
-        """The products around calls in place."""
-        return Surroundings(self.device, CACHE_FACTOR * self.hardware.cache_bytes)
+        """The work around calls in place, which for some operators needs a reduce-scatter."""
+        after_norm = registry.of(self.problem).after_norm
+        return Surroundings(
+            self.device, CACHE_FACTOR * self.hardware.cache_bytes, self._reduce_scatter if after_norm else None,
+            self.problem.world_size,
+        )  # fmt: skip
 
     def timed(self, conditions: Conditions) -> list[int]:
         """Seeds of the sets that timed calls take in turn."""
@@ -90,7 +98,7 @@ class InputCache:
         return self._references[seed]
 
 
-# Batches of calls, captured in one CUDA graph and replayed, or launched one by one. Calls are alone or between products.
+# Batches of calls, captured in one CUDA graph and replayed, or launched one by one. Calls are alone or in place.
 
 class Batch:
     """One call for each of `seeds`, in order. With `graph` construction captures them; nothing runs before `run`.
@@ -154,7 +162,7 @@ class Batch:
         return graph
 
 
-# The products around calls in place. They read their weights from memory, as the layers of a model do.
+# The work around calls in place: products that read their weights from memory, as the layers of a model do.
 
 GPU_ROWS, GPU_WIDTH = 16, 4096
 """A product of 17 us on an H100, most of it for 32 MiB of weights."""
@@ -162,13 +170,21 @@ CPU_ROWS, CPU_WIDTH = 8, 64
 """The product of CPU ranks, which takes some microseconds."""
 SEED = 48
 
+ReduceScatter = Callable[[Tensor, Tensor], None]
+"""`function(own, partial)` stores this rank's rows of the sum of all ranks' `partial` in `own`. Collective."""
+
 
 class Surroundings:
-    """The products of one rank. Their weights take at least `nbytes` together and rotate, so that none is in the cache when it is
-    read. Their results are not read, and a product waits for no other rank.
+    """The work of one rank around calls. Its results are not read.
+
+    It is a product. The weights of all products take at least `nbytes` together and rotate, so that none is in the cache when it
+    is read. With `reduce_scatter` the collective library's reduce-scatter and a norm follow the product, as they precede the
+    all-gather of a layer with sequence parallelism. Their few rows have the same number on each of `world_size` ranks.
     """
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
+    def __init__(
+        self, device: torch.device, nbytes: int, reduce_scatter: ReduceScatter | None = None, world_size: int = 1
+    ) -> None:
         on_gpu = device.type == "cuda"
         rows, width = (GPU_ROWS, GPU_WIDTH) if on_gpu else (CPU_ROWS, CPU_WIDTH)
         dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -180,11 +196,25 @@ class Surroundings:
             torch.randn(width, width, device=device, dtype=dtype, generator=generator).mul_(scale) for _ in range(count)
         ]
         self._out = torch.empty_like(self._x)
-        self(0)  # makes libraries load their kernels now and not during graph capture
+        self._reduce_scatter = reduce_scatter
+        self._own = self._x.new_ones(math.ceil(rows / world_size), width)
+        self._partial = self._own.repeat(world_size, 1)
+        # Libraries load their kernels now and not during graph capture. Nothing collective: the ranks have not agreed yet.
+        self._multiply(0)
+        self._normalise()
 
     def __call__(self, number: int) -> None:
-        """Enqueues the product before the call of this number, or after the last call."""
+        """Enqueues the work before the call of this number, or after the last call. Collective with a reduce-scatter."""
+        self._multiply(number)
+        if self._reduce_scatter:
+            self._reduce_scatter(self._own, self._partial)
+            self._normalise()
+
+    def _multiply(self, number: int) -> None:
         torch.mm(self._x, self._weights[number % len(self._weights)].t(), out=self._out)
+
+    def _normalise(self) -> None:
+        torch.nn.functional.rms_norm(self._own, self._own.shape[1:])
 
 
 # Samples of one kind: the batches that the samples use in turn, and the time of each sample on this rank.
@@ -247,7 +277,7 @@ class Bench:
         self.compile_s = 0.0
         self.relative_error = 0.0
         self.series: list[Series] = []
-        """The series to time: the calls, and in place also the surrounding products alone and the calls back to back."""
+        """The series to time: the calls, and in place also the work around them alone and the calls back to back."""
 
     def allocate(self) -> None:
         """Workspaces of the operator. Collective."""
@@ -269,7 +299,9 @@ class Bench:
         self._check(seed, batch.results[0])
 
     def rehearse(self) -> float:
-        """Runs the calls that will be timed, one by one. Returns a first estimate of microseconds a call."""
+        """Runs the calls that will be timed, one by one. Returns a first estimate of microseconds a call. Collective."""
+        if self.candidate.conditions.in_place:
+            self.inputs.surroundings(0)  # the collective library connects the ranks now and not during graph capture
         batch = Batch(self.operator, self.inputs, self.seeds, graph=False)
         batch.run()
         self.context.world.synchronize()

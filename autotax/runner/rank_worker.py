@@ -30,6 +30,7 @@ from autotax.heap.triton_interpreter import CPU_POLL_LIMIT, patch_interpreter
 from autotax.heap.world import meet
 from autotax.kernels.alignment import Aligner, delay
 from autotax.kernels.context import Context
+from autotax.kernels.gemm_reduce_scatter.bsp import reduce_scatter
 from autotax.kernels.offline import fix_cache_keys
 from autotax.operators.registry import fingerprints, load, variant_digest
 from autotax.runner.benchmark import SAMPLE_US, VERIFIED, Bench, InputCache, KernelTimeout, Outcome, Soak, Trial, WrongResult
@@ -198,7 +199,8 @@ class Session:
     def _draw(self, job: Job) -> None:
         if self._inputs is None or self._inputs.problem != job.problem:
             self._inputs = None  # frees the memory of the previous problem before the new one allocates
-            self._inputs = InputCache(job.problem, self.world.rank, self.world.device, self.hardware)
+            reduced = partial(reduce_scatter, self.context)
+            self._inputs = InputCache(job.problem, self.world.rank, self.world.device, self.hardware, reduced)
         self._inputs.draw(job.candidates, job.effort, self.stages.tell)
 
     def _compile_common(self, aligner: Aligner, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""Figures in place, on CPU ranks: what calls add between products."""
+"""Figures in place, on CPU ranks: what calls add to the work around them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from autotax.core.conditions import ON_CPU, Conditions
 from autotax.hardware import detect
+from autotax.operators.problems import GemmReduceScatter
 from autotax.runner import Effort, LiveRunner
 from autotax.runner.benchmark import Batch, InputCache, Surroundings
 from tests.runner.small import CPU, GEMM, measure
@@ -21,7 +22,7 @@ DAWDLES_US = 20_000.0
 """Microseconds that a call of the candidate `dawdles` sleeps."""
 
 
-def test_a_figure_is_what_calls_add_to_the_products(runner: LiveRunner) -> None:
+def test_a_figure_is_what_calls_add(runner: LiveRunner) -> None:
     for _ in range(ATTEMPTS):
         quick, slow = measure(runner, "bsp", "dawdles", effort=EFFORT, conditions=IN_PLACE)
         if (slow.latency_us or 0.0) >= 0.9 * DAWDLES_US and all(m.conditions["between_us"] < DAWDLES_US for m in (quick, slow)):
@@ -33,7 +34,7 @@ def test_a_figure_is_what_calls_add_to_the_products(runner: LiveRunner) -> None:
     assert slow.back_to_back_us and slow.back_to_back_us >= DAWDLES_US
     for measurement in (quick, slow):
         assert measurement.conditions.items() >= IN_PLACE.to_dict().items()
-        assert 0 < measurement.conditions["between_us"] < DAWDLES_US, "the products alone"
+        assert 0 < measurement.conditions["between_us"] < DAWDLES_US, "the work around the calls"
         assert measurement.latency_us == statistics.median(measurement.rounds) and len(measurement.rounds) == 12
 
 
@@ -80,6 +81,25 @@ def test_a_product_stands_before_each_call_and_after_the_last() -> None:
     log.clear()
     Batch(None, inputs, [0, 2], False, around).run()
     assert log == ["product 0", "product 1", "product 2"]
+
+
+def test_gathers_stand_behind_a_sum_and_a_norm() -> None:
+    """Nothing collective runs at construction, where another rank may fail; then each call of the surroundings sums once."""
+    sums: list[tuple[torch.Size, torch.Size]] = []
+
+    def reduce_scatter(own: torch.Tensor, partial: torch.Tensor) -> None:
+        sums.append((own.shape, partial.shape))
+
+    problems = {True: GEMM, False: GemmReduceScatter(48, 40, 32, "fp32", world_size=2)}
+    for after_norm, problem in problems.items():
+        sums.clear()
+        inputs = InputCache(problem, 0, torch.device("cpu"), CPU, reduce_scatter)
+        around = inputs.surroundings
+        assert not sums
+        for number in range(3):
+            around(number)
+        assert sums == [((4, 64), (8, 64))] * 3 * after_norm
+    assert len(Surroundings(torch.device("cpu"), 0, reduce_scatter, world_size=3)._partial) == 9, "equal parts of 3 ranks"
 
 
 def test_weights_rotate_and_are_not_in_the_cache() -> None:
