@@ -7,8 +7,9 @@ is tuned for `--each` seconds, its winner soaked, then compared in place with ev
 whose finals do not end in time is left for later calls.
 FOLDER/tuned.db has the winners and FOLDER/tables.md the tables. Operators take turns, and an operator's problems come in steps
 through its list, so that an early end leaves a cross-section.
-With `--served` nothing is tuned: what look-ups answer, shipped winners too, is compared. With `--variants` a search has more
-trials for what is in doubt; comparisons still have all alternatives.
+With `--served` nothing is tuned: what look-ups answer, shipped winners too, is compared. With `--refresh` winners, shipped ones
+too, are proven again, as `autotax refresh --all` does, and nothing is compared. With `--variants` a search has more trials for
+what is in doubt; comparisons still have all alternatives.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from autotax.runner.local_runner import LiveRunner
 from autotax.spaces import space_for
 from autotax.tuner import Verdict, comparison, finalists, tuning
 from autotax.tuner.progress import Silence
+from autotax.tuner.tuning import TimeLimit
 
 RESULTS = Path(__file__).parent
 SHAPES = (
@@ -111,6 +113,7 @@ def main() -> None:
     parser.add_argument("--soak", type=int, default=500)
     parser.add_argument("--short", action="store_true", help="finals of one baseline and two challengers, 0.25 s a job")
     parser.add_argument("--served", action="store_true", help="compare what is tuned already")
+    parser.add_argument("--refresh", action="store_true", help="prove again what is tuned already")
     parser.add_argument("--only", type=lambda text: text.split(","), help="operators")
     parser.add_argument("--variants", type=lambda text: text.split(","), help="search these alone, where a problem has them")
     parser.add_argument("--load", action="append", default=[], help="a module or .py file with variants")
@@ -158,9 +161,25 @@ def main() -> None:
             for problem, _ in jobs:
                 yield compare(problem, runner)
 
+    def refreshed(store: Store) -> Iterator[None]:
+        winners = api.stale_here(store, hardware, coming, None, everything=True)
+        winners.sort(key=lambda stale: coming.index(stale.problem))
+        limit = TimeLimit(options.seconds)
+        for one in api.refresh_on(
+            winners, hardware, store, lambda *_: nullcontext(Silence()), soak=options.soak, limit=limit, each_s=options.each
+        ):
+            won = one.verdict.winner
+            print(f"{one.verdict.problem.brief()}: {one.outcome}, {won.speedup if won else math.nan:.2f}x", flush=True)
+            yield
+
     with Store.open(db, create=True) as store:
         longest, began = 0.0 if options.served else options.each, time.monotonic()
-        work = served() if options.served else api.tune_jobs(jobs, hardware, store, lambda *_: nullcontext(Silence()), then=tuned)
+        if options.refresh:
+            work: Iterator[object] = refreshed(store)
+        elif options.served:
+            work = served()
+        else:
+            work = api.tune_jobs(jobs, hardware, store, lambda *_: nullcontext(Silence()), then=tuned)
         for _ in work:
             # A slow one, such as the first with a library that compiles, counts for less with each that follows.
             longest, began = max(0.7 * longest, time.monotonic() - began), time.monotonic()

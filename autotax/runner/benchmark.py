@@ -178,8 +178,13 @@ class Surroundings:
     """The work of one rank around calls. Its results are not read.
 
     It is a product. The weights of all products take at least `nbytes` together and rotate, so that none is in the cache when it
-    is read. With `reduce_scatter` the collective library's reduce-scatter and a norm follow the product, as they precede the
-    all-gather of a layer with sequence parallelism. Their few rows have the same number on each of `world_size` ranks.
+    is read.
+
+    With `reduce_scatter` the collective library's reduce-scatter and a norm follow the product, as they precede the all-gather of
+    a layer with sequence parallelism. Their few rows have the same number on each of `world_size` ranks. The weight of a product
+    then takes half of `nbytes`, and there are six. Such a product leaves little of the library in the cache, as those of a model
+    do: else the reduce-scatter would be faster without the calls, and the calls would pay for that. With two weights parts of
+    them stayed in an L2 that does not replace what is oldest.
     """
 
     def __init__(
@@ -190,12 +195,16 @@ class Surroundings:
         dtype = torch.bfloat16 if on_gpu else torch.float32
         generator = torch.Generator(device).manual_seed(SEED)
         self._x = torch.randn(rows, width, device=device, dtype=dtype, generator=generator)
-        count = max(2, math.ceil(nbytes / (width * width * dtype.itemsize)))
+        squares = nbytes / (width * width * dtype.itemsize)
+        if reduce_scatter:
+            columns, count = width * max(1, math.ceil(squares / 2)), 6
+        else:
+            columns, count = width, max(2, math.ceil(squares))
         scale = width**-0.5
         self._weights = [
-            torch.randn(width, width, device=device, dtype=dtype, generator=generator).mul_(scale) for _ in range(count)
+            torch.randn(columns, width, device=device, dtype=dtype, generator=generator).mul_(scale) for _ in range(count)
         ]
-        self._out = torch.empty_like(self._x)
+        self._out = self._x.new_empty(rows, columns)
         self._reduce_scatter = reduce_scatter
         self._own = self._x.new_ones(math.ceil(rows / world_size), width)
         self._partial = self._own.repeat(world_size, 1)

@@ -21,7 +21,7 @@ from turns import main, timed
 from autotax.heap import World
 from autotax.nn import AllGatherLinear
 
-ROWS, HIDDEN, COLUMNS, CALLS = 16, 8192, (1024, 5120, 28672), 6
+ROWS, HIDDEN, COLUMNS, CALLS = 16, 8192, (5120, 28672), 6
 """Weights of 1024 columns are 16 MiB and stay in the L2, six of them do not."""
 IDLE_CYCLES = 200_000
 """100 us."""
@@ -29,7 +29,7 @@ IDLE_CYCLES = 200_000
 
 def befores(world: World) -> dict[str, Callable[[], object]]:
     """The work before a call: none, 100 us of idling, a product that reads 32 MiB or 512 MiB of weights, one of 80 us that
-    reads next to nothing, a collective of the library, and one with a norm behind it, as in a model.
+    reads next to nothing, a collective of the library, and one with a norm behind it, as in a model; that also behind products.
     """
 
     def drawn(*shape: int) -> Tensor:
@@ -54,6 +54,8 @@ def befores(world: World) -> dict[str, Callable[[], object]]:
         "busy": lambda: torch.mm(square, square),
         "scatter": scatter,
         "scatter and norm": scatter_and_norm,
+        "32 MiB, scatter, norm": lambda: (torch.mm(few, weights.t()), scatter_and_norm()),
+        "96 MiB, scatter, norm": lambda: (torch.mm(few, more[: 3 * len(weights)].t()), scatter_and_norm()),
     }
 
 

@@ -102,6 +102,15 @@ def test_gathers_stand_behind_a_sum_and_a_norm() -> None:
     assert len(Surroundings(torch.device("cpu"), 0, reduce_scatter, world_size=3)._partial) == 9, "equal parts of 3 ranks"
 
 
+def test_the_product_before_a_sum_leaves_nothing_of_it_in_the_cache() -> None:
+    """All weights take three times the cache. With a reduce-scatter one product alone reads more than the cache holds."""
+    square, cache = 64 * 64 * 4, 7 * 64 * 64 * 4
+    alone = Surroundings(torch.device("cpu"), 3 * cache)._weights
+    summed = Surroundings(torch.device("cpu"), 3 * cache, lambda *_: None)._weights
+    assert {weight.nbytes for weight in alone} == {square} and len(alone) == 21
+    assert len(summed) == 6 and all(cache < weight.nbytes == 11 * square for weight in summed)
+
+
 def test_weights_rotate_and_are_not_in_the_cache() -> None:
     around = Surroundings(torch.device("cpu"), nbytes=5 * 64 * 64 * 4)
     weights = around._weights
