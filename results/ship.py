@@ -2,10 +2,10 @@
 
     PYTHONPATH=. python results/ship.py FOLDER results/h200x2/decode autotax/shipped/h200x2-decode.json [--keys m=16]
 
-A winner replaces the one of the same problem and conditions, and the order of the others stays. BSP and ties do not ship. The
-published file keeps all samples of the finalist round, where tests look for them, and the comparisons are added to those that are
-published. Shipped entries have no samples and no names of users, and figures of seven digits, finer than the timer. Intervals and
-versions stay.
+A winner replaces the one of the same problem and conditions, and the order of the others stays. BSP and ties ship only where they
+replace a winner, which was measured beside them: else its older figures would go on shipping. The published file keeps all
+samples of the finalist round, where tests look for them, and the comparisons are added to those that are published. Shipped
+entries have no samples and no names of users, and figures of seven digits, finer than the timer. Intervals and versions stay.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from autotax.core.conditions import Conditions
 from autotax.core.files import write_whole
+from autotax.core.problem import Problem
 from autotax.db import Store, formats
 from autotax.db.records import Entry
 from autotax.hardware import BACKENDS
@@ -28,12 +31,22 @@ FIGURES = "latency_us", "baseline_us", "speedup", "interval_low", "interval_high
 PRESET = 9 | lzma.PRESET_EXTREME
 
 
-def winners_of(database: Path, keys: str) -> list[Entry]:
-    """Proven winners whose problem's key contains `keys`."""
+def winners_of(database: Path, keys: str, target: Path) -> list[Entry]:
+    """Winners that ship, of problems whose key has a match of `keys`."""
     with Store.open(database, create=False) as store:
         entries = store.entries(list(operators()), BACKENDS)
-    proven = [entry for entry in entries if not entry.winner.tie and entry.winner.config.variant != "bsp"]
-    return [entry for entry in proven if keys in entry.winner.problem.key]
+    before = {place_of(entry) for entry in (formats.read(target) if target.exists() else [])}
+    asked = [entry for entry in entries if re.search(keys, entry.winner.problem.key)]
+    return [entry for entry in asked if is_faster(entry) or place_of(entry) in before]
+
+
+def is_faster(entry: Entry) -> bool:
+    return not entry.winner.tie and entry.winner.config.variant != "bsp"
+
+
+def place_of(entry: Entry) -> tuple[Problem, Conditions]:
+    """What a file has at most one winner for."""
+    return entry.winner.problem, entry.winner.conditions
 
 
 def shipped(entry: Entry) -> Entry:
@@ -45,7 +58,7 @@ def shipped(entry: Entry) -> Entry:
 def merged(file: Path, entries: Iterable[Entry]) -> list[Entry]:
     """The entries of a file, if it exists, with these added or in the place of those of the same problem and conditions."""
     before = formats.read(file) if file.exists() else []
-    return list({(entry.winner.problem, entry.winner.conditions): entry for entry in (*before, *entries)}.values())
+    return list({place_of(entry): entry for entry in (*before, *entries)}.values())
 
 
 def pack(file: Path, entries: Iterable[Entry]) -> None:
@@ -60,23 +73,25 @@ def add_comparisons(folder: Path, place: Path, keys: set[str]) -> None:
     """Adds the comparisons of these problems to the published ones."""
     file = place / "comparisons.jsonl.xz"
     before = lzma.decompress(file.read_bytes()).decode().splitlines() if file.exists() else []
-    lines = [line for line in (folder / "comparisons.jsonl").read_text().splitlines() if json.loads(line)["key"] in keys]
+    made = folder / "comparisons.jsonl"
+    lines = [line for line in (made.read_text().splitlines() if made.exists() else []) if json.loads(line)["key"] in keys]
     added = [line for line in lines if line not in before]
     write_whole(file, lzma.compress("".join(f"{line}\n" for line in before + added).encode(), preset=PRESET))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="with tuned.db and comparisons.jsonl")
+    parser.add_argument("folder", type=Path, help="with tuned.db, and comparisons.jsonl if any")
     parser.add_argument("place", type=Path, help="a folder of published results")
     parser.add_argument("target", type=Path, help="a file of shipped winners")
-    parser.add_argument("--keys", default="", help="only problems whose key contains this text")
+    parser.add_argument("--keys", default="", help="only problems whose key has a match of this regular expression")
     options = parser.parse_args()
-    entries = winners_of(options.folder / "tuned.db", options.keys)
+    entries = winners_of(options.folder / "tuned.db", options.keys, options.target)
     pack(options.place / "winners.json.xz", merged(options.place / "winners.json.xz", map(rounded, entries)))
     formats.write(options.target, merged(options.target, map(shipped, entries)), anonymous=True)
     add_comparisons(options.folder, options.place, {entry.winner.problem.key for entry in entries})
-    print(f"{len(entries)} winners; {len(formats.read(options.target))} ship in {options.target}")
+    ours, ships = sum(map(is_faster, entries)), len(formats.read(options.target))
+    print(f"{ours} winners, {len(entries)} with BSP; {ships} ship in {options.target}")
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ class DeployOptions:
 
     mode: Annotated[
         str | None, word(
-            "How calls are launched and measured: in-place (in a CUDA graph, between products), graph (call behind call) or "
+            "How calls are launched and measured: in-place (in a CUDA graph, between other work), graph (call behind call) or "
             "eager. Default: in-place on GPUs (graph with --skew), eager on CPU ranks."
         ),
     ] = None

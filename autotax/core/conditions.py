@@ -18,9 +18,9 @@ class Conditions:
     """How calls are made. Raises UsageError for values that are not allowed."""
 
     mode: str = "graph"
-    """`in-place`: captured in a CUDA graph, each between products that read other weights from memory; the figure is the time
-    that the calls add to the same graph without them. `graph`: captured back to back. `eager`: launched one by one. CPU ranks
-    capture no graphs: they support `eager`, and `in-place` with small products.
+    """`in-place`: captured in a CUDA graph, each between products that read other weights from memory, gathers also behind a sum
+    over the ranks and a norm; the figure is the time that the calls add to the same graph without them. `graph`: captured back to
+    back. `eager`: launched one by one. CPU ranks capture no graphs: they support `eager`, and `in-place` with small products.
     """
     l2: str = "cold"
     """`cold`: inputs rotate, so that no call finds its inputs in the L2. `warm`: all calls take the same inputs."""
