@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from llama import _attention, best_bsp
+from llama import decode_problem, best_bsp
 from stack import Cache, Sizes, Weights, all_gather, decoder, draw_cache
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
@@ -361,7 +361,7 @@ def main() -> int:
     hardware = detect(options.backend)
     heads = (options.q_heads, options.kv_heads, options.head_dim)
     sizes = Sizes(options.hidden, *heads, options.ffn, options.layers, options.kv_len, options.world_size)
-    bsp = {batch: best_bsp(_attention(sizes, batch, "bf16"), hardware, options.db) for batch in options.batches}
+    bsp = {batch: best_bsp(decode_problem(sizes, batch, "bf16"), hardware, options.db) for batch in options.batches}
     plan = Plan(sizes, tuple(options.batches), tuple(options.dtypes), bsp, options.db, options.rounds)
     try:
         ranks = run_ranks(work, options.world_size, hardware.backend, plan, timeout=options.timeout)

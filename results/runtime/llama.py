@@ -67,7 +67,7 @@ def problems(plan: Plan) -> dict[str, list[Problem]]:
         "gate, up" if plan.halves else "gate and up": gemm(mlp),
         "output projection": rows(sizes.q_columns),
         "down": rows(sizes.ffn_columns),
-        "attention": [_attention(sizes, batch, plan.dtype) for batch in plan.decode],
+        "attention": [decode_problem(sizes, batch, plan.dtype) for batch in plan.decode],
         "training": [problem for m in plan.train for problem in _trained(plan, m)],
     }
 
@@ -86,7 +86,7 @@ def _trained(plan: Plan, m: int) -> list[Problem]:
     return trained
 
 
-def _attention(sizes: Sizes, batch: int, dtype: str) -> FlashDecode:
+def decode_problem(sizes: Sizes, batch: int, dtype: str) -> FlashDecode:
     return FlashDecode(batch, sizes.q_heads, sizes.kv_heads, sizes.head_dim, sizes.kv_len, dtype, sizes.world_size)
 
 
@@ -220,7 +220,7 @@ def planned(options: argparse.Namespace, hardware: Hardware) -> Plan:
     heads = options.q_heads, options.kv_heads, options.head_dim
     sizes = Sizes(options.hidden, *heads, options.ffn, options.layers, options.kv_len, ranks)
     dtype = "bf16" if hardware.on_gpu else "fp32"
-    bsp = {batch: best_bsp(_attention(sizes, batch, dtype), hardware, options.db) for batch in options.decode}
+    bsp = {batch: best_bsp(decode_problem(sizes, batch, dtype), hardware, options.db) for batch in options.decode}
     sequences = tuple(options.prefill), tuple(options.decode), tuple(options.train)
     ways = options.gate_up == "two", options.row_parallel == "autotax", options.gathered == "keep"
     return Plan(sizes, dtype, *sequences, options.db, *ways, bsp, options.rounds)
