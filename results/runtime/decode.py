@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from llama import decode_problem, best_bsp
+from llama import best_bsp, decode_problem
 from stack import Cache, Sizes, Weights, all_gather, decoder, draw_cache
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
