@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotax.core.errors import UsageError
+from autotax.heap.collectives import reduce_scatter
 from autotax.nn.base import module_of
-from autotax.nn.fallback import reduce_scatter
 from autotax.nn.tensor_checks import IN_OPS, recorded
 
 library = torch.library.Library("autotax", "FRAGMENT")

@@ -15,17 +15,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from autotax.hardware import detect
+from autotax.heap.collectives import all_gather, reduce_scatter
 from autotax.heap.world import World, together
 from autotax.operators import scaled
 from autotax.operators.all_reduce_norm import AllReduceNorm, quantised, scales_of
 from autotax.operators.flash_decode import FlashDecode
-
-
-def all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
-    """Concatenates the shards of all ranks in `gathered`. Moves bytes, whatever the dtype."""
-    # torch 2.13 renamed it and warns of the old name.
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    gather(gathered.view(-1).view(torch.uint8), shard.reshape(-1).view(torch.uint8), group=group)
 
 
 class PlainLinear:
@@ -46,13 +40,6 @@ class PlainLinear:
             all_gather(gathered, a, self.world.data)
             a = gathered
         torch.mm(a, b.t(), out=out)
-
-
-def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-    """Sums `whole` over the ranks and scatters the sum along the first dimension: each rank receives its part in `own`."""
-    # torch 2.13 renamed it and warns of the old name.
-    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    scatter(own, whole, group=group)
 
 
 class PlainRowLinear:

@@ -18,10 +18,10 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
+from autotax.heap.collectives import all_gather, reduce_scatter
 from autotax.nn import custom_ops  # noqa: F401 - registers torch.ops.autotax.*
 from autotax.nn.base import NO_OUT
 from autotax.nn.consensus import DTYPES
-from autotax.nn.fallback import all_gather, reduce_scatter
 from autotax.nn.groups import capturing, on_device
 from autotax.nn.sized import remember, several
 from autotax.nn.tensor_checks import recorded, require_apart, require_no_tangent, require_recordable, require_tensor, small

@@ -19,8 +19,9 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
+from autotax.heap.collectives import all_gather
 from autotax.nn.base import NO_OUT, Group, Unknown, increment_version
-from autotax.nn.fallback import PlainLinear, PlainRowLinear, all_gather
+from autotax.nn.fallback import PlainLinear, PlainRowLinear
 from autotax.nn.groups import on_device
 from autotax.nn.linear_base import ELSEWHERE, Call, ParallelLinear
 from autotax.nn.norm import AllReduceNorm, call_behind, held, least_microseconds, norm_behind, winners_behind

@@ -26,11 +26,11 @@ from autotax.core.settings import TRIAL_STATUSES
 from autotax.digests import kernel_digest
 from autotax.hardware import Hardware, detect
 from autotax.heap import HeapError, World, open_heap
+from autotax.heap.collectives import reduce_scatter
 from autotax.heap.triton_interpreter import CPU_POLL_LIMIT, patch_interpreter
 from autotax.heap.world import meet
 from autotax.kernels.alignment import Aligner, delay
 from autotax.kernels.context import Context
-from autotax.kernels.gemm_reduce_scatter.bsp import reduce_scatter
 from autotax.kernels.offline import fix_cache_keys
 from autotax.operators.registry import fingerprints, load, variant_digest
 from autotax.runner.benchmark import SAMPLE_US, VERIFIED, Bench, InputCache, KernelTimeout, Outcome, Soak, Trial, WrongResult
@@ -199,8 +199,8 @@ class Session:
     def _draw(self, job: Job) -> None:
         if self._inputs is None or self._inputs.problem != job.problem:
             self._inputs = None  # frees the memory of the previous problem before the new one allocates
-            reduced = partial(reduce_scatter, self.context)
-            self._inputs = InputCache(job.problem, self.world.rank, self.world.device, self.hardware, reduced)
+            summed = partial(reduce_scatter, group=self.world.data)
+            self._inputs = InputCache(job.problem, self.world.rank, self.world.device, self.hardware, summed)
         self._inputs.draw(job.candidates, job.effort, self.stages.tell)
 
     def _compile_common(self, aligner: Aligner, job: Job) -> None:

@@ -68,16 +68,26 @@ def for_dies(space: VariantSpace, problem: AllGatherGemm, hardware: Hardware, *,
 bsp = scaled.bsp
 
 
+def multiplies_own_rows(problem: AllGatherGemm) -> bool:
+    """Whether ranks may multiply their own rows by themselves: all ranks have some. With shard k every row needs every shard.
+
+    Where a rank has none, others wait for nobody. Call behind call these run ahead, which hides their transfer: a product before
+    it looks free, although it delays the transfer.
+    """
+    return problem.m > (problem.world_size - 1) * problem.shard_rows and problem.world_size > 1
+
+
 def scaled_decomposed(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """Products of e4m3 while A is gathered with its scales."""
     if problem.dtype != "e4m3":
         return None
     comms, products = gemm.comm_programs(hardware), scaled.choices(problem, problem.m, hardware, roles=True)
-    ways: tuple[Value, ...] = ("one", "two") if problem.world_size > 1 else ("one",)
+    ways: tuple[Value, ...] = ("one", "two") if multiplies_own_rows(problem) else ("one",)
     orders = (("one", 32, 0), ("two", 16, 0), ("one", 32, 1), ("two", 0, 0), ("one", 64, 0), ("two", 8, 0), ("one", 32, -1))
     seeds = [
         Config.of("scaled_decomposed", products[min(at, len(products) - 1)], products=how, comm=min(comm, comms[-1]))
         for how, comm, at in orders
+        if how in ways
     ]
     ordered = Constraint(
         ("products", "comm"),
@@ -131,21 +141,20 @@ def copy_engine(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | No
 
 
 def decomposed(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
-    """GEMMs of the vendor's library. With shard k every row needs every shard, so there is a single GEMM. Comm 0 (the copy
-    engines) is left out there, because it would need strided copies. With two ranks `two` equals `each`.
+    """GEMMs of the vendor's library. With shard k comm 0 (the copy engines) is left out, because it would need strided copies.
+    With two ranks `two` equals `each`.
     """
     if problem.dtype == "e4m3":
         return None
     comms = gemm.comm_programs(hardware)
     exchange: Value = "each" if problem.world_size > 2 else "two"
-    pieces: tuple[Value, ...] = tuple(PIECES) if problem.world_size > 1 else ()
-    products: tuple[Value, ...] = tuple(dict.fromkeys(("two", exchange, *pieces, "one")))
+    products: tuple[Value, ...] = tuple(dict.fromkeys(("two", exchange, *PIECES, "one")))
     warm: tuple[Value, ...] = (0, 8, 16, 32) if hardware.backend == "cuda" and problem.weight == "nk" else (0,)
     most = int(warm[-1])
     seeds = [("one", 32, most), ("two", 0, 0), (exchange, 0, 0), ("one", 32, 0), (exchange, 8, 0), ("one", 64, most)]
     if problem.shard_rows >= 2 * gemm.LEAST_HALF:
-        seeds[2:2] = [(way, 0, 0) for way in pieces]
-    if problem.shard == "k":
+        seeds[2:2] = [(way, 0, 0) for way in PIECES]
+    if not multiplies_own_rows(problem):
         products, seeds = ("one",), [("one", 32, most), ("one", 64, 0)]
     choices = comms if problem.shard == "k" else (0, *comms)
     configs = [Config.of("decomposed", products=how, comm=min(comm, choices[-1]), warm=size) for how, comm, size in seeds]

@@ -20,8 +20,8 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 from torch import Tensor
 
 from autotax.core.errors import UsageError
+from autotax.heap.collectives import all_gather, reduce_scatter
 from autotax.kernels.all_gather_gemm.gathered import gathered_codes, keeps_codes
-from autotax.nn.fallback import all_gather, reduce_scatter
 from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.operators.scaled import (

@@ -133,6 +133,16 @@ def test_two_programs_a_processor_are_tried_early(variant: str, batch: int, seve
     assert second["splits"] == (1 if several else 2) * int(first["splits"])
 
 
+@pytest.mark.parametrize(("dtype", "scales", "variant"), [("bf16", "none", "decomposed"), ("e4m3", "row", "scaled_decomposed")])
+@pytest.mark.parametrize(("m", "world_size", "apart"), [(1, 2, False), (2, 2, True), (9, 4, False), (10, 4, True), (16, 8, True)])
+def test_ranks_multiply_their_own_rows_apart_only_where_all_have_some(
+    dtype: str, scales: str, variant: str, m: int, world_size: int, apart: bool
+) -> None:
+    space = space_for(AllGatherGemm(m, 512, 512, dtype, "m", world_size, scales=scales), H200).variants[variant]
+    assert (set(space.parameters["products"]) > {"one"}) == apart
+    assert apart or {seed["products"] for seed in space.seeds} == {"one"}
+
+
 @pytest.mark.parametrize(
     ("scales", "k", "strips"),
     [(scales, k, strips) for scales in ("row", "tensor", "block") for k, strips in ((8192, (128, 256)), (1152, (128,)))],

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import autotax.torch
+from autotax.heap.collectives import all_gather
 from autotax.heap.world import World
-from autotax.nn.fallback import all_gather
 from autotax.torch.plans import Status
 from autotax.torch.registration import OPERATORS
 from tests.torch.models import DIM, Block, TwoLayers
