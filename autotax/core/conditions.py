@@ -19,7 +19,7 @@ class Conditions:
 
     mode: str = "graph"
     """`in-place`: captured in a CUDA graph, each between products that read other weights from memory, gathers also behind a sum
-    over the ranks and a norm; the figure is the time that the calls add to the same graph without them. `graph`: captured back to
+    over the ranks and a norm. The figure is the time that the calls add to the same graph without them. `graph`: captured back to
     back. `eager`: launched one by one. CPU ranks capture no graphs: they support `eager`, and `in-place` with small products.
     """
     l2: str = "cold"

@@ -166,7 +166,7 @@ def bound(problem: AllGatherGemm, hardware: Hardware, _: Rates) -> dict[str, flo
 
 _KERNELS, _SPACES = "autotax.kernels.all_gather_gemm", "autotax.spaces.all_gather_gemm"
 _ROLES = f"{_SPACES}_roles"
-operator.after_norm = True
+operator.behind = "norm"
 operator.traits = "autotax.spaces.gemm_traits"
 operator.stricter = scaled.exact
 operator.roofline = f"{operator.traits}:base_us"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 P = TypeVar("P", bound=Problem)
 
 Role = Literal["baseline", "search", "ladder", "vendor"]
+Place = Literal["product", "norm"]
 BASELINE = "bsp"
 """The name of every operator's baseline (bulk-synchronous)."""
 ONLY_OURS_VARIABLE = "AUTOTAX_ONLY_OURS"
@@ -169,9 +170,9 @@ class Operator(Generic[P]):
         """For a problem that permits more than another: that other one, whose winners serve it too, and the part of their
         speed-up over BSP that is expected to be left.
         """
-        self.after_norm = False
-        """Whether a norm of sums over the ranks precedes its calls in a model. Then a reduce-scatter and a norm precede calls in
-        place, too: the collective library gathers faster shortly after it has summed.
+        self.behind: Place = "product"
+        """What precedes its calls in a model, and therefore in place: a product, or a norm of sums over the ranks. The collective
+        library gathers faster shortly after it has summed.
         """
         self.roofline: Named | None = None
         """A function of a problem: rough microseconds of any way to compute it. Look-ups estimate from it how a winner fares at

@@ -77,11 +77,8 @@ class InputCache:
     @cached_property
     def surroundings(self) -> Surroundings:
         """The work around calls in place, which for some operators needs a reduce-scatter."""
-        after_norm = registry.of(self.problem).after_norm
-        return Surroundings(
-            self.device, CACHE_FACTOR * self.hardware.cache_bytes, self._reduce_scatter if after_norm else None,
-            self.problem.world_size,
-        )  # fmt: skip
+        summed = self._reduce_scatter if registry.of(self.problem).behind == "norm" else None
+        return Surroundings(self.device, CACHE_FACTOR * self.hardware.cache_bytes, summed, self.problem.world_size)
 
     def timed(self, conditions: Conditions) -> list[int]:
         """Seeds of the sets that timed calls take in turn."""

@@ -15,8 +15,7 @@ from autotax.core.config import Config
 from autotax.core.errors import MachineError, UsageError, joined
 from autotax.core.problem import Problem
 from autotax.hardware import HARDWARE_QUEUES, LOOPBACK, Hardware, check_loopback, check_world_size
-from autotax.operators import loaded
-from autotax.operators.registry import fingerprints
+from autotax.operators import loaded, registry
 from autotax.runner.measurement import (
     REFERENCES,
     Candidate,
@@ -138,7 +137,7 @@ class RankPool:
                 raise UsageError(f"rank {rank} runs other code than rank 0 ({', '.join(differing)}): install the same on all")
         for rank, hello in enumerate(hello for hello in hellos if isinstance(hello, Hello)):
             loaded = dict(hello.loaded)
-            if differing := [name for name, digest in fingerprints().items() if loaded.get(name, digest) != digest]:
+            if differing := [name for name, digest in registry.fingerprints().items() if loaded.get(name, digest) != digest]:
                 self.kill()
                 raise UsageError(f"rank {rank} has loaded another {differing[0]} than this process: it was edited; start again")
         return environments[0]
@@ -336,7 +335,7 @@ class LiveRunner:
     ) -> list[Measurement]:
         if not candidates:
             return []
-        conditions = [self._conditions(candidate) for candidate in candidates]
+        conditions = [self._conditions(problem, candidate) for candidate in candidates]
         if self.compilers and len(candidates) <= TRIAL:
             for candidate in candidates:
                 ahead = self.compilers.outcome(problem, candidate.config)
@@ -346,7 +345,7 @@ class LiveRunner:
                 if ahead.lost:
                     others = [other for other in candidates if other != candidate]
                     measured = {result.candidate: result for result in self._measure(problem, others, effort, overlap, until)}
-                    lost = Measurement(candidate, "compile_error", ahead.error, conditions=self._conditions(candidate))
+                    lost = Measurement(candidate, "compile_error", ahead.error, conditions=self._conditions(problem, candidate))
                     return [measured.get(one, lost) for one in candidates]
         self._ensure_running(until)
         self._sequence += 1
@@ -445,6 +444,7 @@ class LiveRunner:
         code = self.compilers.code(problem, candidate.config) if self.compilers else None
         return {"machine_code": code} if code else {}
 
-    def _conditions(self, candidate: Candidate) -> dict[str, Any]:
+    def _conditions(self, problem: Problem, candidate: Candidate) -> dict[str, Any]:
         """The conditions of the measurement, as stored with it."""
-        return candidate.conditions.to_dict() | {"clock": "device" if self.hardware.on_gpu else "wall"}
+        place = {"behind": registry.of(problem).behind} if candidate.conditions.in_place else {}
+        return candidate.conditions.to_dict() | {"clock": "device" if self.hardware.on_gpu else "wall"} | place

@@ -90,7 +90,7 @@ class Measurement:
     relative_error: float | None = None
     conditions: dict[str, Any] = field(default_factory=dict)
     """How the candidate was measured, as stored: `Conditions.to_dict()` and further facts needed to read the figure. In place it
-    has `back_to_back_us` and `between_us`, the time of the work before one call.
+    has `behind` (`Operator.behind`), `back_to_back_us`, and `between_us`, the time of the work before one call.
     """
     device_s: float = 0.0
     """Seconds of the stages that work on the device; the maximum over the ranks."""

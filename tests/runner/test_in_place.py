@@ -33,7 +33,7 @@ def test_a_figure_is_what_calls_add(runner: LiveRunner) -> None:
     assert slow.latency_us > quick.latency_us
     assert slow.back_to_back_us and slow.back_to_back_us >= DAWDLES_US
     for measurement in (quick, slow):
-        assert measurement.conditions.items() >= IN_PLACE.to_dict().items()
+        assert measurement.conditions.items() >= IN_PLACE.to_dict().items() and measurement.conditions["behind"] == "norm"
         assert 0 < measurement.conditions["between_us"] < DAWDLES_US, "the work around the calls"
         assert measurement.latency_us == statistics.median(measurement.rounds) and len(measurement.rounds) == 12
 
@@ -44,7 +44,7 @@ def test_both_kinds_and_eager_calls_share_a_job(runner: LiveRunner) -> None:
 
     candidates = [Candidate(Config("bsp"), conditions) for conditions in (IN_PLACE, ON_CPU)]
     placed, alone = runner.measure(GEMM, candidates, EFFORT)
-    assert "back_to_back_us" in placed.conditions and "back_to_back_us" not in alone.conditions
+    assert "back_to_back_us" in placed.conditions and not {"back_to_back_us", "behind"} & alone.conditions.keys()
     assert len(placed.rounds) == len(alone.rounds) and alone.back_to_back_us is None
 
 
@@ -91,14 +91,14 @@ def test_gathers_stand_behind_a_sum_and_a_norm() -> None:
         sums.append((own.shape, partial.shape))
 
     problems = {True: GEMM, False: GemmReduceScatter(48, 40, 32, "fp32", world_size=2)}
-    for after_norm, problem in problems.items():
+    for behind_norm, problem in problems.items():
         sums.clear()
         inputs = InputCache(problem, 0, torch.device("cpu"), CPU, reduce_scatter)
         around = inputs.surroundings
         assert not sums
         for number in range(3):
             around(number)
-        assert sums == [((4, 64), (8, 64))] * 3 * after_norm
+        assert sums == [((4, 64), (8, 64))] * 3 * behind_norm
     assert len(Surroundings(torch.device("cpu"), 0, reduce_scatter, world_size=3)._partial) == 9, "equal parts of 3 ranks"
 
 
