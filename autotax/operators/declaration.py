@@ -171,7 +171,7 @@ class Operator(Generic[P]):
         speed-up over BSP that is expected to be left.
         """
         self.behind: Place = "product"
-        """What precedes its calls in a model, and therefore in place: a product, or a norm of sums over the ranks. The collective
+        """The work before its calls in a model, and therefore in place: a product, or a norm of sums over the ranks. The collective
         library gathers faster shortly after it has summed.
         """
         self.roofline: Named | None = None

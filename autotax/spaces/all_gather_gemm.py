@@ -71,8 +71,8 @@ bsp = scaled.bsp
 def multiplies_own_rows(problem: AllGatherGemm) -> bool:
     """Whether ranks may multiply their own rows by themselves: all ranks have some. With shard k every row needs every shard.
 
-    Where a rank has none, others wait for nobody. Call behind call these run ahead, which hides their transfer: a product before
-    it looks free, although it delays the transfer.
+    Other ranks need not wait for a rank without rows. Call behind call they run ahead and hide their transfer. A product before
+    the transfer then looks free, although it delays the transfer.
     """
     return problem.m > (problem.world_size - 1) * problem.shard_rows and problem.world_size > 1
 
