@@ -171,8 +171,9 @@ class Operator(Generic[P]):
         speed-up over BSP that is expected to be left.
         """
         self.behind: Place = "product"
-        """The work before its calls in a model, and therefore in place: a product, or a norm of sums over the ranks. The collective
-        library gathers faster shortly after it has summed.
+        """The work before its calls in a model, and so in place: a product, or a norm of sums over the ranks.
+
+        The collective library gathers faster shortly after it has summed.
         """
         self.roofline: Named | None = None
         """A function of a problem: rough microseconds of any way to compute it. Look-ups estimate from it how a winner fares at
