@@ -162,7 +162,8 @@ def main() -> None:
                 yield compare(problem, runner)
 
     def refreshed(store: Store) -> Iterator[None]:
-        winners = api.stale_here(store, hardware, coming, None, everything=True)
+        proven = {winner.problem for winner in store.winners(with_samples=False)}
+        winners = api.stale_here(store, hardware, [one for one in coming if one not in proven], None, everything=True)
         winners.sort(key=lambda stale: coming.index(stale.problem))
         limit = TimeLimit(options.seconds)
         for one in api.refresh_on(
