@@ -245,6 +245,14 @@ class SleepsInSoak(SleepsLate):
     after = 1000
 
 
+class ExitsLate(Faulty):
+    """Exits among the samples: four calls verify, two rehearse."""
+
+    def harm(self, out: Tensor) -> None:
+        if self.calls > 12:
+            os._exit(3)
+
+
 class Late(Faulty):
     """Raises after it has been verified."""
 
@@ -388,6 +396,7 @@ APART = {
     "full_disk": FullDisk,
     "full_disk_at_compile": FullDiskAtCompile,
     "sleeps_late": SleepsLate,
+    "exits_late": ExitsLate,
     "sleeps_in_soak": SleepsInSoak,
     "kernel_hang_later": KernelHangLater,
     "too_much_shared_memory": TooMuchSharedMemory,

@@ -18,6 +18,7 @@ IN_PLACE = Conditions("in-place", "warm")
 EFFORT = Effort(samples=12, seconds=5.0, fewest=12)
 ATTEMPTS = 8
 """A busy machine disturbs some of them."""
+HASTE_S = 5.0
 DAWDLES_US = 20_000.0
 """Microseconds that a call of the candidate `dawdles` sleeps."""
 
@@ -57,6 +58,26 @@ def test_what_is_wrong_is_so_in_place(runner: LiveRunner, variant: str, status: 
 def test_a_soak_follows_figures_in_place(runner: LiveRunner) -> None:
     (measurement,) = measure(runner, "bsp", effort=Effort(samples=4, seconds=0.05, soak=8), conditions=IN_PLACE)
     assert measurement.status == "ok" and measurement.conditions["soak"] == 8, measurement.error
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "cause"),
+    [
+        ("late", "crash", "rank 1 failed at 'candidate 0: rehearse'"),
+        ("exits_late", "crash", "rank 1 exited with code 3"),
+        ("sleeps_late", "hang", "rank 1 at 'sampling'"),
+    ],
+)
+def test_a_rank_that_fails_leaves_no_peer_in_the_sum_around_its_calls(
+    runner: LiveRunner, fault: str, status: str, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        if status == "hang":
+            patch.setattr(runner, "deadline_s", HASTE_S)
+        (bad,) = measure(runner, fault, effort=Effort(samples=60, seconds=0.1, fewest=60), conditions=IN_PLACE)
+    assert bad.status == status and cause in (bad.error or ""), bad.error
+    (after,) = measure(runner, "bsp", conditions=IN_PLACE)
+    assert after.status == "ok", after.error
 
 
 class Calls:
