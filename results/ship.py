@@ -45,7 +45,7 @@ def is_faster(entry: Entry) -> bool:
 
 
 def place_of(entry: Entry) -> tuple[Problem, Conditions]:
-    """What a file has at most one winner for."""
+    """The problem and conditions of an entry. A file has at most one winner for both."""
     return entry.winner.problem, entry.winner.conditions
 
 

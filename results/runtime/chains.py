@@ -1,4 +1,4 @@
-"""What the work before a call changes about it: the cost of NCCL's gather and of ours in front of a product, and of Flash Decode.
+"""How long calls take behind several kinds of work: NCCL's gather and ours in front of a product, and Flash Decode.
 
     PYTHONPATH=. python results/runtime/chains.py [--db winners.db] [--json chains.json]
 

@@ -11,7 +11,8 @@ from autotax.core.conditions import ON_CPU, Conditions
 from autotax.hardware import detect
 from autotax.operators.problems import GemmReduceScatter
 from autotax.runner import Effort, LiveRunner
-from autotax.runner.benchmark import Batch, InputCache, Surroundings
+from autotax.runner.benchmark import Batch, InputCache
+from autotax.runner.surroundings import Surroundings
 from tests.runner.small import CPU, GEMM, measure
 
 IN_PLACE = Conditions("in-place", "warm")
