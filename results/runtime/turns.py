@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,32 +18,36 @@ from torch import Tensor
 from autotax.heap import World
 from autotax.runner.ranks import RankFailure, run_ranks
 
-REPLAYS = 60
+GRAPHS, ROUNDS = 3, 20
+"""Of each way. A graph's figure depends on where its buffers lie, so that a way is captured several times."""
 ALLOWED = 2e-2
 """Largest error of a result, as a share of eight times its root mean square. A step of bf16 at eight deviations is 0.4 %."""
 
 
 def timed(world: World, ways: Mapping[str, Callable[[], Sequence[Tensor]]], layers: int) -> dict[str, float]:
-    """The median microseconds of a layer, each way in a graph of its own that has so many. Raises AssertionError."""
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    """The median microseconds of a layer, each way in graphs of its own that have so many. Raises AssertionError."""
+    graphs: list[tuple[str, torch.cuda.CUDAGraph]] = []
     right: list[Tensor] = []
-    for name, way in ways.items():
+    for name, way in list(ways.items()) * GRAPHS:
         way()
         world.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             results = way()
         for result in results:
             result.fill_(math.nan)  # ways share memory: what one leaves unwritten must not pass as another's
-        graphs[name].replay()
+        graph.replay()
         world.synchronize()
         right = right or [result.float() for result in results]
         for result, expected in zip(results, right, strict=True):
             error = float((result.float() - expected).abs().max() / expected.square().mean().sqrt() / 8)
             assert error < ALLOWED, f"{name}: an error of {error:.3g}"
+        graphs.append((name, graph))
     samples: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(REPLAYS):
-        for name, graph in graphs.items():
+    order = random.Random(0)  # of all ranks
+    for _ in range(ROUNDS):
+        order.shuffle(graphs)
+        for name, graph in graphs:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             graph.replay()  # the ranks meet
             start.record()
