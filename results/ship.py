@@ -4,8 +4,9 @@
 
 A winner replaces the one of the same problem and conditions, and the order of the others stays. BSP and ties ship only where they
 replace a winner, which was measured beside them: else its older figures would go on shipping. The published file keeps all
-samples of the finalist round, where tests look for them, and the comparisons are added to those that are published. Shipped
-entries have no samples and no names of users, and figures of seven digits, finer than the timer. Intervals and versions stay.
+samples of the finalist round, where tests look for them, and the comparisons of problems that ship are added to those that are
+published; a folder that `tables.py --served` made has nothing else. Shipped entries have no samples and no names of users, and
+figures of seven digits, finer than the timer. Intervals and versions stay.
 """
 
 from __future__ import annotations
@@ -89,9 +90,9 @@ def main() -> None:
     entries = winners_of(options.folder / "tuned.db", options.keys, options.target)
     pack(options.place / "winners.json.xz", merged(options.place / "winners.json.xz", map(rounded, entries)))
     formats.write(options.target, merged(options.target, map(shipped, entries)), anonymous=True)
-    add_comparisons(options.folder, options.place, {entry.winner.problem.key for entry in entries})
-    ours, ships = sum(map(is_faster, entries)), len(formats.read(options.target))
-    print(f"{ours} winners, {len(entries)} with BSP; {ships} ship in {options.target}")
+    ships = [entry.winner.problem.key for entry in formats.read(options.target)]
+    add_comparisons(options.folder, options.place, {key for key in ships if re.search(options.keys, key)})
+    print(f"{sum(map(is_faster, entries))} winners, {len(entries)} with BSP; {len(ships)} ship in {options.target}")
 
 
 if __name__ == "__main__":

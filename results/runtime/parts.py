@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from llama import arguments, planned, promises
-from stack import Layer, Sizes, Stack, Weights, draw_cache, nccl_stack, tuned_stack
+from llama import Plan, arguments, planned, promises
+from stack import Cache, Layer, Sizes, Stack, Weights, draw_cache, nccl_stack, tuned_stack
 from torch import Tensor
 from turns import main, timed
 from work import DTYPES, decoding, draw
@@ -40,25 +40,33 @@ def mixed(sizes: Sizes, weights: list[Weights], ours: Stack, theirs: Stack, name
     return Stack(sizes, layers, {int(batch): decoder for batch, decoder in decoders.items()})
 
 
+def editions(world: World, db: str | None) -> tuple[Plan, list[Weights], Stack, Stack]:
+    """What is planned, the weights of each layer, our stack and that on NCCL."""
+    options = ["--layers", str(LAYERS), "--gate-up", "one", "--prefill", str(PREFILL), "--decode", *map(str, DECODE)]
+    plan = planned(arguments().parse_args(options + ["--db", db] * bool(db)), detect())
+    weights = [Weights.draw(plan.sizes, world, DTYPES[plan.dtype], seed) for seed in range(LAYERS)]
+    ours = tuned_stack(plan.sizes, world, weights, plan.gathered, plan.decode, db, plan.halves, plan.row_parallel)
+    return plan, weights, ours, nccl_stack(plan.sizes, world, weights, plan.gathered, plan.bsp)
+
+
+def caches_of(world: World, plan: Plan, batch: int) -> list[Cache]:
+    return [draw_cache(plan.sizes, world, batch, DTYPES[plan.dtype], seed) for seed in range(LAYERS)]
+
+
 def measure(world: World, db: str | None) -> list[dict[str, Any]]:
     """The microseconds of a layer with each choice of modules, for each number of rows."""
-    options = ["--layers", str(LAYERS), "--gate-up", "one", "--prefill", str(PREFILL), "--decode", *map(str, DECODE)]
-    hardware = detect()
-    plan = planned(arguments().parse_args(options + ["--db", db] * bool(db)), hardware)
-    sizes, dtype, records = plan.sizes, DTYPES[plan.dtype], []
+    records = []
     with torch.no_grad():
-        weights = [Weights.draw(sizes, world, dtype, seed) for seed in range(sizes.layers)]
-        ours = tuned_stack(sizes, world, weights, plan.gathered, plan.decode, db, plan.halves, plan.row_parallel)
-        theirs = nccl_stack(sizes, world, weights, plan.gathered, plan.bsp)
+        plan, weights, ours, theirs = editions(world, db)
         for rows in (PREFILL, *DECODE):
             names = [name for name in MODULES if name != "attention" or rows in DECODE]
             choices = {"nccl": (), "nccl again": (), **{name: (name,) for name in names}, "all": tuple(names)}
             x = draw(world, plan, rows, 0)
-            caches = [draw_cache(sizes, world, rows, dtype, seed) for seed in range(sizes.layers)] if rows in DECODE else []
-            stacks = {name: mixed(sizes, weights, ours, theirs, chosen) for name, chosen in choices.items()}
+            caches = caches_of(world, plan, rows) if rows in DECODE else []
+            stacks = {name: mixed(plan.sizes, weights, ours, theirs, chosen) for name, chosen in choices.items()}
             runs = {name: decoding(stack, caches) if caches else stack.prefill for name, stack in stacks.items()}
-            us = timed(world, {name: partial(results, run, x) for name, run in runs.items()}, sizes.layers)
-            promised = promises(plan, rows, rows in DECODE, hardware)
+            us = timed(world, {name: partial(results, run, x) for name, run in runs.items()}, LAYERS)
+            promised = promises(plan, rows, rows in DECODE, detect())
             records.append({"rows": rows, "us": us, "promised": {name: promised[MODULES[name]] for name in names}})
     return records
 
