@@ -80,7 +80,7 @@ def document(*arguments: str, db: str) -> Any:
 class Tuned:
     what: list[str]
     db: str
-    told: Any
+    document: Any
     """The output of `tune --json`."""
 
 
@@ -98,8 +98,8 @@ def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_a_second_process_looks_up_what_the_first_one_tuned(tuned: Tuned) -> None:
-    assert set(tuned.told) >= {"problem", "hardware", "winner", "trials", "seconds", "db"}
-    winner = tuned.told["winner"]
+    assert set(tuned.document) >= {"problem", "hardware", "winner", "trials", "seconds", "db"}
+    winner = tuned.document["winner"]
     assert set(winner) == {
         "variant", "config", "latency_us", "interval_us", "back_to_back_us", "baseline_us", "speedup", "interval", "verified",
         "tie",
@@ -116,7 +116,7 @@ def test_a_second_process_looks_up_what_the_first_one_tuned(tuned: Tuned) -> Non
 
     with Store.open(tuned.db, create=False) as store:
         kept = [trial for trial in store.trials() if "stage" not in trial.conditions]
-    assert len(kept) == tuned.told["trials"]["ok"]
+    assert len(kept) == tuned.document["trials"]["ok"]
 
 
 def use_winner(world: World, problem: Problem, db: str) -> tuple[str, str, float]:
@@ -133,12 +133,12 @@ def use_winner(world: World, problem: Problem, db: str) -> tuple[str, str, float
 
 
 def test_a_program_looks_the_winner_up_and_runs_it(tuned: Tuned) -> None:
-    for match, variant, error in run_ranks(use_winner, 2, "cpu", problem_from_dict(tuned.told["problem"]), tuned.db):
-        assert (match, variant) == ("exact", tuned.told["winner"]["variant"]) and error < 1e-5
+    for match, variant, error in run_ranks(use_winner, 2, "cpu", problem_from_dict(tuned.document["problem"]), tuned.db):
+        assert (match, variant) == ("exact", tuned.document["winner"]["variant"]) and error < 1e-5
 
 
 def test_a_recorded_search_can_be_replayed(tuned: Tuned) -> None:
-    problem = problem_from_dict(tuned.told["problem"])
+    problem = problem_from_dict(tuned.document["problem"])
     with Store.open(tuned.db, create=False) as store:
         trials = [trial for trial in store.trials(problem) if "stage" not in trial.conditions]
     replayed = ReplayRunner.of(trials)

@@ -332,7 +332,7 @@ def _run(arguments: list[str], commands: Mapping[str, Command], program: str) ->
             why = getattr(error, "orig", None) or error  # the error of SQLAlchemy itself repeats the statement
             return end(f"the database failed ({type(why).__name__}: {why}): run the same command again to go on", 1)
         if not hasattr(error, "format_message"):
-            if said := in_a_module(error):
-                return end(f"a module from outside fails: {said}: mend it, or take it out", 1)
+            if place := in_a_module(error):
+                return end(f"a module from outside fails: {place}: mend it, or take it out", 1)
             raise
         return end(explained(error, options.operator_named(arguments)), 2)

@@ -86,9 +86,9 @@ def _answered(check: Callable[[], Check]) -> Check:
         return check()
     except Exception as error:
         name = getattr(check, "func", check).__name__.strip("_").replace("_", " ")
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         other = "mend what this says; torch and the driver must fit each other"
-        return Check(name, False, said, INSTALL if isinstance(error, ImportError) else other)
+        return Check(name, False, message, INSTALL if isinstance(error, ImportError) else other)
 
 
 def _backend_present() -> str:

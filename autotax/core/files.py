@@ -77,10 +77,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def _refusal(path: Path, error: OSError) -> UsageError | MachineError:
-    said = f"file {path} cannot be written ({error.strerror})"
+    message = f"file {path} cannot be written ({error.strerror})"
     if error.errno in _MACHINE:
-        return MachineError(f"{said}: {_MACHINE[error.errno]}, or {_ELSEWHERE}")
-    return UsageError(f"{said}: {_ELSEWHERE}")
+        return MachineError(f"{message}: {_MACHINE[error.errno]}, or {_ELSEWHERE}")
+    return UsageError(f"{message}: {_ELSEWHERE}")
 
 
 def _mode(path: Path) -> int:

@@ -131,10 +131,11 @@ def _fitting(
 def _nearest(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
     for winner in _by_distance(problem, _current(source.index.of_bucket(problem.key), here)):
         config, sizes = winner.config, _sizes(winner.problem_key, problem)
-        said = _difference(problem, sizes)
+        difference = _difference(problem, sizes)
         share = _kept_share(problem, sizes, config)
-        if _expected_to_help(problem, here, winner, share, f"the nearest winner, {said},", refused):
-            return _tuned(winner, config, "nearest", f"{source.origin}the nearest in its bucket, {said}; {_margin(winner)} there")
+        if _expected_to_help(problem, here, winner, share, f"the nearest winner, {difference},", refused):
+            why = f"{source.origin}the nearest in its bucket, {difference}; {_margin(winner)} there"
+            return _tuned(winner, config, "nearest", why)
     return None
 
 
@@ -235,13 +236,13 @@ def _stale(problem: Problem, here: Place, source: Source, refused: list[str]) ->
 
 def _fallback(problem: Problem, config: Config, here: Place, sources: Sequence[Source], refused: list[str]) -> Answer:
     """The baseline's config, and why there is no other."""
-    said = [source.empty for source in sources if source.empty]
+    reasons = [source.empty for source in sources if source.empty]
     for source in sources:
         for winner in _fewest_differences(source.index.of_problem(problem.key), here)[:1]:
             if differences := winner.differences(here):
-                said.append(f"{source.whose} winner of this problem is stale: {', '.join(differences)}")
-    said += refused[:1]
-    reason = "; ".join(said) or f"no winner of this problem, nor of one in its bucket ({spelled(problem)})"
+                reasons.append(f"{source.whose} winner of this problem is stale: {', '.join(differences)}")
+    reasons += refused[:1]
+    reason = "; ".join(reasons) or f"no winner of this problem, nor of one in its bucket ({spelled(problem)})"
     winners = [winner for source in sources for winner in source.index.of_problem(problem.key)]
     passed_over = any(same_devices(winner.place.hardware, here.hardware) for winner in winners)
     return Answer(config.variant, config.params, "fallback", None, f"{reason}; run `autotax tune`", passed_over)

@@ -91,24 +91,24 @@ def _complaint(url: str, error: BaseException | None) -> str | None:
     return " ".join(without_secrets(url, str(error)).split())[:300]
 
 
-def _is_busy(said: str) -> bool:
-    return "locked" in said
+def _is_busy(message: str) -> bool:
+    return "locked" in message
 
 
-def _unopened(said: str) -> str:
-    if _is_busy(said):
+def _unopened(message: str) -> str:
+    if _is_busy(message):
         return f"is kept locked by another process: end that one, or {ELSEWHERE}"
-    if "readonly" in said or "unable to open" in said:
-        return f"cannot be written ({said}); it needs a writable file and folder: {ELSEWHERE}"
-    return f"cannot be used ({said}): mend it, or {ELSEWHERE}"
+    if "readonly" in message or "unable to open" in message:
+        return f"cannot be written ({message}); it needs a writable file and folder: {ELSEWHERE}"
+    return f"cannot be used ({message}): mend it, or {ELSEWHERE}"
 
 
-def _failed(said: str) -> str:
-    if "disk is full" in said:
-        return f"cannot be written any more ({said}): free space on its disk"
-    if "disk I/O error" in said:
-        return f"cannot be written any more ({said}): see that its disk works and has space"
-    return f"cannot be used any more ({said}): mend it"
+def _failed(message: str) -> str:
+    if "disk is full" in message:
+        return f"cannot be written any more ({message}): free space on its disk"
+    if "disk I/O error" in message:
+        return f"cannot be written any more ({message}): see that its disk works and has space"
+    return f"cannot be used any more ({message}): mend it"
 
 
 # SQLite files. A path can name any file, and a connection that may write would create files next to another program's database.
@@ -401,12 +401,12 @@ def _replace_former_digests(connection: Connection) -> None:
 
 def _check_version(connection: Connection) -> None:
     """Raises Unusable for tables of another schema version than ours, older or newer."""
-    said = connection.scalar(select(Meta.value).where(Meta.name == "schema_version"))
-    if said == str(SCHEMA_VERSION):
+    version = connection.scalar(select(Meta.value).where(Meta.name == "schema_version"))
+    if version == str(SCHEMA_VERSION):
         return
-    if not (isinstance(said, str) and said.isdecimal()):
-        raise Unusable(f"does not tell its schema version (it says {said!r})")
-    complaint = f"has schema version {said[:9]}, made by another version of autotax; this one knows version {SCHEMA_VERSION}"
+    if not (isinstance(version, str) and version.isdecimal()):
+        raise Unusable(f"does not tell its schema version (it says {version!r})")
+    complaint = f"has schema version {version[:9]}, made by another version of autotax; this one knows version {SCHEMA_VERSION}"
     raise Unusable(complaint, "`autotax export` its winners with that version and `autotax import` them here")
 
 

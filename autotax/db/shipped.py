@@ -32,8 +32,8 @@ def known_winners() -> list[IndexedWinner]:
 
 def winners_of(problem: Problem, here: Place) -> list[Config]:
     """The shipped winners of exactly this problem that a look-up in this place may answer with."""
-    known = _shipped(FOLDER).index.of_problem(problem.key)
-    return [Config.from_dict(json.loads(winner.config_json)) for winner in known if winner.holds(here)]
+    records = _shipped(FOLDER).index.of_problem(problem.key)
+    return [Config.from_dict(json.loads(winner.config_json)) for winner in records if winner.holds(here)]
 
 
 def winners() -> list[WinnerRecord]:

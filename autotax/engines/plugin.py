@@ -259,7 +259,7 @@ def publish(framework: str) -> None:
 
 
 def _keep(framework: str, path: Path) -> None:
-    began, said, before = time.monotonic(), False, ""
+    began, reported, before = time.monotonic(), False, ""
     while True:
         with suppress(UsageError, RuntimeError, OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -267,8 +267,8 @@ def _keep(framework: str, path: Path) -> None:
             if (text := json.dumps(msgspec.to_builtins(now))) != before:
                 write_whole(path, text)
                 before = text
-            if not said and (now.taken or time.monotonic() - began > QUIET_S):
-                said = True
+            if not reported and (now.taken or time.monotonic() - began > QUIET_S):
+                reported = True
                 # A warning, because servers show no other lines of loggers that are not theirs.
                 log.warning("autotax: %s; `autotax status %d` counts on", summary(now), os.getpid())
         time.sleep(EVERY_S)

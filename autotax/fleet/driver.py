@@ -121,7 +121,7 @@ class Driver:
             if self.jobs and not self.snapshot.left and not joining and not undealt:
                 return ""
             if not self.engine.running and not any(host.present for host in self.snapshot.hosts):
-                return "" if self.jobs and not self.snapshot.left else "no host is left: see what each of them told"
+                return "" if self.jobs and not self.snapshot.left else "no host is left: see the message of each"
             time.sleep(self.poll_s)
 
     def _joining(self, slots: int) -> bool:
@@ -155,12 +155,12 @@ class Driver:
         """A worker ended. The claim of a lost worker is released at once, before its lease ends."""
         if not lost:
             if text.startswith("failed"):
-                self._notices.append({"event": "worker failed", "slot": slot, "told": text})
+                self._notices.append({"event": "worker failed", "slot": slot, "message": text})
             return
         for host in self.snapshot.hosts:
             if host.slot == slot and host.present:
                 self._queue.lose(host.id, text)
-        self._notices.append({"event": "worker lost", "slot": slot, "told": text})
+        self._notices.append({"event": "worker lost", "slot": slot, "message": text})
 
     # Dealing out
 
@@ -181,7 +181,7 @@ class Driver:
         try:
             jobs = list(self.jobs_for(hardware))
         except UsageError as error:
-            self._notices.append({"event": "nothing to tune", "kind": kind, "told": str(error)})
+            self._notices.append({"event": "nothing to tune", "kind": kind, "message": str(error)})
             jobs = []
         with Store.open(self.order.url, create=False) as store:
             winners = Index(store.known_winners())
@@ -200,7 +200,7 @@ class Driver:
         alike = (host for host in self.snapshot.hosts if host.present and host.kind == claim.kind)
         others = [host for host in alike if host.name != claim.failed_on]
         if claim.holder is None and claim.failed_on and not others and not self.snapshot.waiting:
-            return claim.told
+            return claim.message
         return ""
 
     # The end
@@ -262,8 +262,8 @@ class Driver:
             winners.append((kind, problem, f"{config} {deployed}", host, us))
         return winners
 
-    def _waiting(self, said: str) -> None:
-        notice: messages.Event = {"event": "waiting for the database", "told": said}
+    def _waiting(self, message: str) -> None:
+        notice: messages.Event = {"event": "waiting for the database", "message": message}
         self.screen.show(replace(self.snapshot, seconds=time.monotonic() - self._began), [notice])
 
 

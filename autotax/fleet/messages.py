@@ -74,10 +74,10 @@ class HostHello:
 
 @dataclass(frozen=True)
 class TrialEnded:
-    """A trial has ended. `done` and `wanted` count those of earlier runs too."""
+    """A trial has ended. `done` and `total` count those of earlier runs too."""
 
     done: int
-    wanted: int
+    total: int
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Ended:
     """
 
     how: str
-    told: str = ""
+    message: str = ""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class HostStatus:
     note: str
     claim: int | None
     done: int
-    wanted: int
+    total: int
     trials: int
     busy_s: float
     age_s: float
@@ -193,7 +193,7 @@ class ClaimStatus:
     host: str | None
     holder: str | None
     outcome: str | None
-    told: str
+    message: str
     seconds: float | None
     estimate_s: float | None
     lapses: int
@@ -284,10 +284,10 @@ def _of_claims(before: Snapshot, after: Snapshot) -> Iterable[Event]:
         if claim.holder and (old is None or old.holder != claim.holder):
             yield {"event": "problem begun", **about, "host": claim.host}
         if old and old.outcome is None and claim.failures > old.failures:
-            yield {"event": "problem failed", **about, "host": claim.failed_on, "told": claim.told}
+            yield {"event": "problem failed", **about, "host": claim.failed_on, "message": claim.message}
         if claim.outcome and (old is None or old.outcome is None):
             seconds = round(claim.seconds, 1) if claim.seconds else None
-            yield {"event": f"problem {claim.outcome}", **about, "host": claim.host, "told": claim.told, "took_s": seconds}
+            yield {"event": f"problem {claim.outcome}", **about, "host": claim.host, "message": claim.message, "took_s": seconds}
 
 
 def _of_row(kind: type[T], row: Any, **special: Any) -> T:

@@ -95,7 +95,7 @@ class HostRow(FleetBase):
     note: Mapped[str] = mapped_column(Text, default="")
     claim: Mapped[int | None]
     done: Mapped[int] = mapped_column(default=0)
-    wanted: Mapped[int] = mapped_column(default=0)
+    total: Mapped[int] = mapped_column("wanted", key="total", default=0)
     trials: Mapped[int] = mapped_column(default=0)
     """Number of trials that it has measured for this fleet."""
     busy_s: Mapped[float] = mapped_column(Float, default=0.0)
@@ -135,7 +135,7 @@ class ClaimRow(FleetBase):
     failed_on: Mapped[str | None] = mapped_column(String(200))
     outcome: Mapped[str | None] = mapped_column(String(16))
     """`tuned` or `failed`; None as long as it is due."""
-    told: Mapped[str] = mapped_column(Text, default="")
+    message: Mapped[str] = mapped_column("told", Text, key="message", default="")
     seconds: Mapped[float | None]
 
 
@@ -282,7 +282,7 @@ class ClaimQueue:
         anew = insertion.on_conflict_do_update(
             constraint="uq_autotax_fleet_claim",
             set_={name: getattr(insertion.excluded, name) for name in ("fleet", "place", "job", "estimate_s")}
-            | {"lapses": 0, "failures": 0, "failed_on": None, "outcome": None, "told": "", "seconds": None}
+            | {"lapses": 0, "failures": 0, "failed_on": None, "outcome": None, "message": "", "seconds": None}
             | {"holder": _if(live, ClaimRow.holder), "expires": _if(live, ClaimRow.expires), "host": _if(live, ClaimRow.host)},
         )
 
@@ -334,7 +334,7 @@ class ClaimQueue:
         """Marks a problem as failed; no worker claims it again."""
         self._do(
             lambda c: c.execute(
-                update(ClaimRow).where(ClaimRow.id == claim, ClaimRow.outcome.is_(None)).values(outcome="failed", told=reason)
+                update(ClaimRow).where(ClaimRow.id == claim, ClaimRow.outcome.is_(None)).values(outcome="failed", message=reason)
             )
         )
 
@@ -419,10 +419,10 @@ class ClaimQueue:
             kind = connection.scalar(here.values(heard=func.now(), **progress).returning(HostRow.kind))
             held = claim is None or self._held(connection, host, claim, expires=_from_now(lease_s))
             alone = (FleetRow.heard < _from_now(-gone_s)) & _server_is_older_than(gone_s)
-            said = connection.execute(select(FleetRow.stopped, FleetRow.dealt, alone).where(FleetRow.id == fleet)).first()
-            if kind is None or said is None or said[0] or said[2]:
+            row = connection.execute(select(FleetRow.stopped, FleetRow.dealt, alone).where(FleetRow.id == fleet)).first()
+            if kind is None or row is None or row[0] or row[2]:
                 return Heartbeat(False, held, False)
-            for_all = dealt_of(said[1], kind)
+            for_all = dealt_of(row[1], kind)
             return Heartbeat(True, held, True, *for_all) if for_all else Heartbeat(True, held, False)
 
         return self._do(act)
@@ -434,7 +434,7 @@ class ClaimQueue:
 
     def finish(self, host: str, claim: int, outcome: str, reason: str, seconds: float) -> bool:
         """Resolves a problem; False if the worker no longer holds it."""
-        values = {"outcome": outcome, "told": reason[:1000], "seconds": seconds, "holder": None, "expires": None}
+        values = {"outcome": outcome, "message": reason[:1000], "seconds": seconds, "holder": None, "expires": None}
         return self._do(lambda c: self._held(c, host, claim, **values))
 
     def fail(self, host: str, claim: int, name: str, reason: str, seconds: float) -> bool:
@@ -443,7 +443,7 @@ class ClaimQueue:
         def act(connection: Connection) -> bool:
             failures = connection.scalar(select(ClaimRow.failures).where(ClaimRow.id == claim)) or 0
             outcome = "failed" if failures + 1 >= MOST_FAILURES else None
-            values = {"failures": failures + 1, "failed_on": name, "told": reason[:1000], "seconds": seconds}
+            values = {"failures": failures + 1, "failed_on": name, "message": reason[:1000], "seconds": seconds}
             return self._held(connection, host, claim, outcome=outcome, holder=None, expires=None, **values)
 
         return self._do(act)
@@ -474,11 +474,11 @@ class ClaimQueue:
             except (OperationalError, InterfaceError, DBAPIError) as error:
                 if not isinstance(error, OperationalError | InterfaceError) and not error.connection_invalidated:
                     raise
-                said = " ".join(without_secrets(self.url, str(error.orig)).split())[:200]
+                message = " ".join(without_secrets(self.url, str(error.orig)).split())[:200]
                 if time.monotonic() > until:
                     waited = f"database {shown(self.url)} has not answered for {self.patience_s:.0f} s"
-                    raise MachineError(f"{waited} ({said}): start it, then run the same command again") from error
-                self._on_wait(said)
+                    raise MachineError(f"{waited} ({message}): start it, then run the same command again") from error
+                self._on_wait(message)
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 1.5, 3.0)
 

@@ -53,9 +53,10 @@ class RayEngine:
                 _knock(address)
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="autotax")
             except (OSError, RayError, ValueError, RuntimeError) as error:
-                said = " ".join(str(error).split())[:160]
+                message = " ".join(str(error).split())[:160]
                 raise UsageError(
-                    f"no Ray cluster answers at {address!r} ({said}): start one by `ray start --head`, or give --on ray:ADDRESS"
+                    f"no Ray cluster answers at {address!r} ({message}): "
+                    "start one by `ray start --head`, or give --on ray:ADDRESS"
                 ) from None
             self._joined = True
         bundles = self._bundles()
@@ -92,13 +93,13 @@ class RayEngine:
         try:
             return Notice(number, False, ray.get(answer))
         except RayActorError as error:
-            said = " ".join(str(error).split())[:200]
+            message = " ".join(str(error).split())[:200]
         except RayError as error:
             return Notice(number, True, " ".join(str(error).split())[-200:])
         if slot.starts < MOST_STARTS:
             slot.starts += 1
             slot.answer = slot.actor.work.remote(slot.order)
-        return Notice(number, True, said)
+        return Notice(number, True, message)
 
     @property
     def running(self) -> int:

@@ -120,7 +120,7 @@ class FleetDisplay:
         problems = {claim.id: claim.problem for claim in now.claims}
         shown = sorted((host for host in now.hosts if host.present), key=lambda host: (host.kind, host.slot))
         for host in shown[:MOST_ROWS]:
-            trials = f"{host.done}/{host.wanted}" if host.claim else ""
+            trials = f"{host.done}/{host.total}" if host.claim else ""
             state = Text(host.state, STATES.get(host.state, ""))
             table.add_row(host.name, host.hardware, state, problems.get(host.claim or 0, ""), trials)
         if (rest := len(shown) - MOST_ROWS) > 0:
@@ -161,7 +161,7 @@ def line_of(event: Event) -> str:
     """`problem tuned: all-gather-gemm/m=... on host-3 (push 1.310)`"""
     subject = event.get("problem") or event.get("kind") or ""
     where = f" on {event['host']}" if event.get("host") else ""
-    state = event.get("told") or event.get("note") or ""
+    state = event.get("message") or event.get("note") or ""
     if "due" in event:
         state = f"{event['due']} due, {event['tuned_already']} tuned already; {event['hardware']}"
     return f"{event['event']}: {subject}{where}" + (f" ({' '.join(str(state).split())[:300]})" if state else "")
@@ -196,7 +196,7 @@ def _caption(outcome: FleetOutcome, kind: str) -> list[str]:
 def remarks(outcome: FleetOutcome) -> list[str]:
     """Remarks on the outcome, one line each."""
     now = outcome.snapshot
-    failed = [f"failed: {claim.problem} on {claim.failed_on or claim.host}: {claim.told}" for claim in _failed(now)]
+    failed = [f"failed: {claim.problem} on {claim.failed_on or claim.host}: {claim.message}" for claim in _failed(now)]
     bad = [host for host in now.hosts if host.state in ("lost", "retired", "refused", "failed")]
     hosts = [f"host {host.name} {host.state}: {' '.join(host.note.split())[:300]}" for host in bad]
     slow = [f"slow host: {gap}" for gap in outcome.gaps]
@@ -211,7 +211,7 @@ def document(outcome: FleetOutcome) -> Event:
         "seconds": round(now.seconds, 1),
         "event": "interrupted" if outcome.interrupted else "done" if outcome.done else "ended",
         "tuned": now.count("tuned"),
-        "failed": [{"problem": claim.problem, "kind": claim.kind, "told": claim.told} for claim in _failed(now)],
+        "failed": [{"problem": claim.problem, "kind": claim.kind, "message": claim.message} for claim in _failed(now)],
         "left": len(now.left),
         "hosts": [_host(host) for host in now.hosts],
         "winners": [

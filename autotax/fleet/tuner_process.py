@@ -120,7 +120,7 @@ class HostTuner:
     # The listener of a run
 
     def progress(self, progress: Progress) -> None:
-        self.tell(TrialEnded(progress.done, progress.wanted))
+        self.tell(TrialEnded(progress.done, progress.total))
 
     def notice(self, text: str) -> None:
         pass  # the store has the notice with the run

@@ -191,7 +191,7 @@ class Worker:
     def _told(self) -> dict[str, Any]:
         busy_s = self.busy_s + (time.monotonic() - self._began if self.claim else 0.0)
         state = {"state": "working" if self.claim else "idle"} if self.kind else {}
-        counts = {"done": self._step.done, "wanted": self._step.wanted, "trials": self.trials, "busy_s": busy_s}
+        counts = {"done": self._step.done, "total": self._step.total, "trials": self.trials, "busy_s": busy_s}
         return state | counts | {"probes": self._probes}
 
     def _begin_probe(self, job: FleetJob | None) -> None:
@@ -250,7 +250,7 @@ class Worker:
             self._heard = time.monotonic()
         elif self.claim and time.monotonic() - self._heard > self.order.hang_s:
             self._restart_bench()
-            self._ended(Ended("trouble", f"the tuner told nothing for {self.order.hang_s:.0f} s and was ended"))
+            self._ended(Ended("trouble", f"the tuner reported nothing for {self.order.hang_s:.0f} s and was ended"))
         if isinstance(heard, TrialEnded):
             self.trials += heard.done > self._step.done
             self._step = heard
@@ -273,18 +273,18 @@ class Worker:
         seconds = time.monotonic() - self._began
         if ended.how == "tuned":
             self._bad_luck = 0
-            self._queue.finish(self.id, claim.id, "tuned", ended.told, seconds)
+            self._queue.finish(self.id, claim.id, "tuned", ended.message, seconds)
         elif ended.how == "interrupted":  # not interrupted by the fleet
             self._queue.release(self.id, claim.id)
         else:
             self._bad_luck += 1
-            self._queue.fail(self.id, claim.id, self.name, ended.told, seconds)
+            self._queue.fail(self.id, claim.id, self.name, ended.message, seconds)
         self.busy_s += seconds
         self.claim, self._beaten = None, 0.0
 
     # The end
 
-    def _waiting(self, said: str) -> None:  # noqa: ARG002
+    def _waiting(self, message: str) -> None:  # noqa: ARG002
         """Called while the database is unreachable: the tuner goes on, but a worker that was asked to end stops waiting."""
         if self._stop.is_set():
             raise MachineError("it was asked to end while the database was away")

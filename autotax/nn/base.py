@@ -376,8 +376,8 @@ class Module(torch.nn.Module):
         call = f"call {self._called} of {name} {self._number}"
         self._called += 1
         with self._guards[0]:
-            said = f"{call}: {all_or_none(self._world, describe)}"
-            require_alike(self._world, f"a call of {name}", said)
+            description = f"{call}: {all_or_none(self._world, describe)}"
+            require_alike(self._world, f"a call of {name}", description)
 
     def failure(self) -> str | None:
         """Why results since construction cannot be trusted, or None: a wait for a rank exceeded AUTOTAX_WAIT_S seconds.

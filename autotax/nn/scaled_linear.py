@@ -507,9 +507,9 @@ def made_for(wide_class: Any, kind: str, arguments: tuple[Any, ...], options: di
             )
         return None
     if not coded:
-        if given := [name for name in ("scales", "quantize", "accumulate") if name in options]:
+        if options_of_8_bits := [name for name in ("scales", "quantize", "accumulate") if name in options]:
             kind_of = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
-            raise UsageError(f"{given[0]} is given for a weight of {kind_of}; only {CODES} takes it: leave it out")
+            raise UsageError(f"{options_of_8_bits[0]} is given for a weight of {kind_of}; only {CODES} takes it: leave it out")
         return None
     for name, default in ONLY_WIDE.items():
         if options.pop(name, default) not in (default, False if default is None else default):

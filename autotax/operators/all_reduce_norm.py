@@ -69,8 +69,8 @@ class AllReduceNorm(Problem):
     def check(self) -> None:
         multiple = GROUP if self.quant == "block" else 8
         if self.hidden % multiple:
-            said = " with --quant block" if self.quant == "block" else ""
-            raise UsageError(f"hidden is {self.hidden}; it must be a multiple of {multiple}{said}: give another --hidden")
+            option = " with --quant block" if self.quant == "block" else ""
+            raise UsageError(f"hidden is {self.hidden}; it must be a multiple of {multiple}{option}: give another --hidden")
         if self.scales == "none":
             if self.quantize != "none":
                 raise UsageError(f"quantize is {self.quantize!r} without scales; only a product of e4m3 takes it: give --scales")

@@ -56,8 +56,8 @@ def load(name: str) -> None:
         if isinstance(error, UsageError | KeyboardInterrupt):
             raise
         ended = "it ends the program" if isinstance(error, SystemExit) else summary(described(error))
-        said = f"{name[:LONGEST] or repr(name)} cannot be loaded ({ended})"
-        raise UsageError(said + REMEDY) from error
+        message = f"{name[:LONGEST] or repr(name)} cannot be loaded ({ended})"
+        raise UsageError(message + REMEDY) from error
 
 
 def _import(name: str) -> None:

@@ -77,8 +77,8 @@ def scaled_field(name: str) -> Any:
 def check(problem: Any) -> None:
     """Raises UsageError for fields of e4m3 that contradict each other, and for sizes that products of e4m3 do not support."""
     if problem.dtype != "e4m3":
-        for name, usual in USUAL.items():
-            if getattr(problem, name, usual) != usual:
+        for name, default in USUAL.items():
+            if getattr(problem, name, default) != default:
                 value = getattr(problem, name)
                 raise UsageError(
                     f"{name} is {value!r} with dtype {problem.dtype}; only e4m3 takes it: give --dtype e4m3 or leave --{name} out"

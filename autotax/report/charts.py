@@ -211,10 +211,10 @@ def speedups(ratios: Sequence[Ratio]) -> str:
     base = alt.Chart(_data(rows)).encode(y=_places([row.name for row in ratios]), color=colour)
     bars = base.transform_calculate(ratio="datum.low").mark_rule(aria=False, strokeWidth=3, opacity=0.45).encode(x=x, x2="high:Q")
     dots = base.mark_point(filled=True, size=60, opacity=1).encode(x=x, description="description:N")
-    said = base.transform_calculate(ratio="datum.high").mark_text(aria=False, align="left", dx=7)
-    said = said.encode(x=x, text="shown:N", color=alt.value("currentColor"))
+    labels = base.transform_calculate(ratio="datum.high").mark_text(aria=False, align="left", dx=7)
+    labels = labels.encode(x=x, text="shown:N", color=alt.value("currentColor"))
     bsp = alt.Chart(_data([{"ratio": 1.0}])).mark_rule(aria=False, color="currentColor", strokeWidth=2, opacity=0.6).encode(x=x)
-    chart = alt.layer(bsp, bars, dots, said).properties(width=WIDTH, height=ROW * len(rows))
+    chart = alt.layer(bsp, bars, dots, labels).properties(width=WIDTH, height=ROW * len(rows))
     label = "A dot for each config, a bar for its interval."
     return drawn(chart, "Speed-up over BSP by problem", label)
 
@@ -252,8 +252,8 @@ def _taxed(calls: Sequence[Taxed]) -> str:
         x=x, x2="last:Q", y=y, description="description:N",
         color=alt.Color("part:N", title=None).scale(**colours).legend(_legend()),
     )  # fmt: skip
-    said = alt.Chart(_data(totals)).mark_text(aria=False, align="left", dx=5).encode(x="end:Q", y=y, text="shown:N")
-    chart = alt.layer(bars, said).properties(width=WIDTH, height=ROW * len(calls))
+    labels = alt.Chart(_data(totals)).mark_text(aria=False, align="left", dx=5).encode(x="end:Q", y=y, text="shown:N")
+    chart = alt.layer(bars, labels).properties(width=WIDTH, height=ROW * len(calls))
     label = "Each bar is one BSP call: work, what the tuned config still pays beyond it, and what it won back."
     return drawn(chart, "Where the time of BSP calls goes, in microseconds", label)
 

@@ -109,7 +109,7 @@ class Pace:
             return 0.0
         ends = [self.last.seconds_left] if self.last.seconds_left is not None else []
         if rate := self.per_minute:
-            ends.append(max(0, self.last.wanted - self.last.done) / rate * 60.0)
+            ends.append(max(0, self.last.total - self.last.done) / rate * 60.0)
         return min(ends, default=None)
 
     @property
@@ -182,9 +182,9 @@ class Display(_Listener):
         row.add_column(ratio=1)
         rate = self.pace.per_minute
         left = _left(self.pace, time.monotonic() - self.heard if self.pace.finals_began is None else 0.0)
-        done = f"{progress.done}/{progress.wanted} trials"
+        done = f"{progress.done}/{progress.total} trials"
         row.add_row(
-            ProgressBar(total=progress.wanted, completed=min(progress.done, progress.wanted)),
+            ProgressBar(total=progress.total, completed=min(progress.done, progress.total)),
             Text(f"{done}, {rate:.1f} a minute" if rate else done, no_wrap=True),
             Text(left, no_wrap=True),
             Text("finalists and soak" if progress.phase == "finalists" else progress.phase, "cyan", no_wrap=True),
@@ -222,7 +222,7 @@ class Lines(_Listener):
     def _line(self, progress: Progress) -> str:
         rate = self.pace.per_minute
         parts = [
-            f"{progress.phase}: {progress.done}/{progress.wanted} trials ({counts(progress.statuses)})",
+            f"{progress.phase}: {progress.done}/{progress.total} trials ({counts(progress.statuses)})",
             _best(progress).plain,
             f"{rate:.1f} a minute" if rate else "",
             _gain(progress),

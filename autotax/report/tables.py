@@ -263,7 +263,7 @@ def taxes(compared: Comparison) -> Table | Text:
     table = grid(f"{title(compared.problem)}: taxes", *caption)
     columns(table, "part", "us>", "of BSP>", "what it is")
     for tax in rows["taxes"]:
-        table.add_row(tax["name"], microseconds(tax["us"]), share(tax["us"] / bsp), Text(tax["told"], "dim"))
+        table.add_row(tax["name"], microseconds(tax["us"]), share(tax["us"] / bsp), Text(tax["description"], "dim"))
     return table
 
 
@@ -339,7 +339,7 @@ def timeline(traced: Timeline) -> Table:
     if traced.shipped_us:
         return _stamped(traced)
     on_gpu = traced.hardware.on_gpu
-    shown = "kernels and copies, device's clock" if on_gpu else "device functions, told by their names, wall clock"
+    shown = "kernels and copies, device's clock" if on_gpu else "device functions, known by their names, wall clock"
     table = grid(f"{title(traced.problem)}: {traced.config.variant}", f"one eager call; {shown}", place(traced.hardware))
     kinds = ["kernel", "send"] if on_gpu else ["program", "send", "wait"]
     parts = [] if on_gpu else ["send", "wait"]

@@ -85,11 +85,11 @@ WORK, LAUNCH = "work", "launch"
 
 @dataclass(frozen=True)
 class Tax:
-    """A part of a call in microseconds, negative if a step is slower. `told` describes the part."""
+    """A part of a call in microseconds, negative if a step is slower. `description` says what it is."""
 
     name: str
     us: float
-    told: str
+    description: str
 
 
 def taxes(document: Document) -> list[Tax]:

@@ -161,8 +161,8 @@ def stamping(stamps: Stamps, chosen: Callable[[str], bool]) -> Iterator[None]:
     """Stamps kernels launched inside: their roles, and calls of `chosen` device functions. Triton's cache stays as it was."""
     patched: Any = CodeGenerator
     names = "call_JitFunction", "visit_Call", "visit_compound_statement", "visit_Return"
-    usual = {name: getattr(CodeGenerator, name) for name in names}
-    usual_call, usual_builtin, usual_body, usual_return = usual.values()
+    originals = {name: getattr(CodeGenerator, name) for name in names}
+    usual_call, usual_builtin, usual_body, usual_return = originals.values()
     kernel = ""
     roles: set[str] = set()
 
@@ -220,6 +220,6 @@ def stamping(stamps: Stamps, chosen: Callable[[str], bool]) -> Iterator[None]:
             triton.knobs.cache.dir = cache
             yield
     finally:
-        for name, function in usual.items():
+        for name, function in originals.items():
             setattr(patched, name, function)
         forget_compiled()

@@ -34,8 +34,8 @@ def _by_library(variant: str, problem: GatherAttention, hardware: Hardware, toke
     libraries = tuple(library for library in LIBRARIES[hardware.backend] if library != "cudnn" or not problem.window)
     whole = problem.mask == "none" or problem.windowed or fits(1)
     squares = tuple(rows for rows in SQUARES if rows == 1 or (not whole and tokens % rows == 0))
-    usual = next(filter(fits, squares), 1)
-    seeds = tuple(Config.of(variant, library=library, squares=usual) for library in libraries)
+    fitting = next(filter(fits, squares), 1)
+    seeds = tuple(Config.of(variant, library=library, squares=fitting) for library in libraries)
     return VariantSpace(variant, {"library": libraries, "squares": squares}, (), seeds, former={"squares": 1})
 
 

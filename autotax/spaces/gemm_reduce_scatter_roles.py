@@ -62,8 +62,8 @@ def _scattered(variant: str, problem: GemmReduceScatter, hardware: Hardware, sui
     if problem.output != "scattered" or not gemm_roles.have_roles(problem, hardware):
         return None
     orders = gemm.order_parameters(gathered(problem))["order"]
-    usual, fits = _tiles(hardware)
-    parameters = usual | {"order": orders, "adds": (EPILOGUE, WARPS)}
+    choices, fits = _tiles(hardware)
+    parameters = choices | {"order": orders, "adds": (EPILOGUE, WARPS)}
     alone = Constraint(("adds", "polls"), lambda adds, polls: adds == WARPS or polls == PIECE, "an epilogue polls tile by tile")
     constraints = Constraint(("block_m", "block_n", "adds"), suits, FEW_REGISTERS), alone, fits
     us = partial(_product_us, problem, hardware)

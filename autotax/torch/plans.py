@@ -173,7 +173,7 @@ class GroupPlans:
         self.group, self.device, self.settings = group, device, settings
         self.ranks, self.calls = group.size(), GroupCalls.of(group)
         self.invariant_rows = INVARIANT_ROWS
-        self.known: dict[Key, Plan] = {}
+        self.by_key: dict[Key, Plan] = {}
         self._prepared: dict[tuple[Problem, bool], Kernels | str] = {}
         """By the greatest problem that they serve, and whether they are batch-invariant; or why there are none."""
         self._parted = ""
@@ -188,7 +188,7 @@ class GroupPlans:
                 return plan
             self._warn(f"{operator}{shapes} is left to torch: {CAPTURED}")
             return self.left(operator, shapes, CAPTURED)  # not stored: the next call tries again
-        plan = self.known[key] = self._decide(operator, shapes, read)
+        plan = self.by_key[key] = self._decide(operator, shapes, read)
         return plan
 
     def _plan_of_invariant(self, operator: str, shapes: str, read: Callable[[int], Any]) -> Plan | None:
@@ -307,7 +307,7 @@ def plans_of(group_name: str, device: torch.device) -> GroupPlans:
 def plan_of(key: Key, group_name: str, device: torch.device, read: Callable[[int], Any]) -> Plan:
     """The plan of a kind of call. `key` begins with the operator; `read` makes the call for a number of ranks."""
     plans = plans_of(group_name, device)
-    plan = plans.known.get(key)
+    plan = plans.by_key.get(key)
     return plans.plan(key, read) if plan is None else plan
 
 

@@ -31,7 +31,7 @@ class Progress:
 
     problem: Problem
     done: int
-    wanted: int
+    total: int
     statuses: Mapping[str, int]
     last: Measurement | None
     best: Measurement | None
@@ -53,7 +53,7 @@ class Progress:
         """`<Progress my-op/m=512,...: searching, 30 of 60 trials, best push(comm=8) 118.2 us>`"""
         us = self.best.latency_us if self.best else None
         best = f", best {self.best.config} {us:.1f} us" if self.best and us is not None else ""
-        return f"<Progress {self.problem.key}: {self.phase}, {self.done} of {self.wanted} trials{best}>"
+        return f"<Progress {self.problem.key}: {self.phase}, {self.done} of {self.total} trials{best}>"
 
 
 @dataclass(frozen=True)

@@ -500,13 +500,13 @@ def _experiments() -> Iterator[None]:
 def _storage(url: str) -> RDBStorage:
     """Optuna's tables, created if they are missing. Optuna creates them one by one, and fails if another process is faster."""
     connect = {"timeout": BUSY_S} if url.startswith("sqlite") else {}
-    said: BaseException | None = None
+    cause: BaseException | None = None
     for _ in range(ATTEMPTS):
         try:
             return RDBStorage(url, engine_kwargs={"connect_args": connect})
         except DBAPIError as error:
-            said = error.orig
-            if not isinstance(error, IntegrityError | ProgrammingError) and "already exists" not in str(said):
+            cause = error.orig
+            if not isinstance(error, IntegrityError | ProgrammingError) and "already exists" not in str(cause):
                 raise
             time.sleep(random.uniform(0.5, 1.5) * TABLES_PAUSE_S)  # so that colliding processes do not collide again
-    raise Unusable(f"does not take the tables of Optuna ({' '.join(str(said).split())})", "mend it")
+    raise Unusable(f"does not take the tables of Optuna ({' '.join(str(cause).split())})", "mend it")

@@ -376,7 +376,7 @@ class _Run:
         return Progress(
             problem=self.problem,
             done=len(self.measured),
-            wanted=self.settings.trials,
+            total=self.settings.trials,
             statuses=_statuses(self.measured),
             last=last,
             best=self._best(self.measured),

@@ -136,7 +136,7 @@ def start(number: int, draw: random.Random, stores: dict[tuple[str, int], Path],
     reports = [json.loads(path.read_text()) for path in sorted(job.glob("*.json"))]
     configs = {json.dumps(configs) for _, configs, _ in reports}
     if not fault and len(reports) != world:
-        fault = f"{len(reports)} of {world} ranks told"
+        fault = f"{len(reports)} of {world} ranks reported"
     if not fault and len(configs) > 1:
         fault = f"the ranks have different configs: {sorted(configs)}"
     if not fault and len({digest for *_, digest in reports}) > 1:

@@ -57,7 +57,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def told(result: Result) -> str:
+def output_of(result: Result) -> str:
     """The single error line of a command that a fault of the machine has ended."""
     assert result.code == 1, result
     assert not result.out
@@ -115,7 +115,7 @@ def test_a_file_is_written_whole_or_what_was_there_stays(run: Run, disk: Disk, c
     before = output.read_bytes() if output.exists() else None
     disk.fill()
     files = sorted(disk.folder.iterdir())
-    assert str(output) in told(run(command, "--db", database, "-o", output))
+    assert str(output) in output_of(run(command, "--db", database, "-o", output))
     assert (output.read_bytes() if output.exists() else None) == before
     assert sorted(disk.folder.iterdir()) == files
     disk.free()
@@ -126,7 +126,7 @@ def test_an_import_is_whole_or_none_and_succeeds_later(run: Run, disk: Disk, tmp
     database, file = disk.folder / "autotax.db", tmp_path / "many.json"
     formats.write(file, [an_entry(problem=replace(PROBLEM, m=64 * m)) for m in range(2, 60)])
     disk.fill()
-    assert str(database) in told(run("import", file, "--db", database))
+    assert str(database) in output_of(run("import", file, "--db", database))
     assert winners(database) == 1
     disk.free()
     assert run("import", file, "--db", database).code == 0
@@ -137,7 +137,7 @@ def test_an_import_is_whole_or_none_and_succeeds_later(run: Run, disk: Disk, tmp
 def test_tuning_ends_and_succeeds_later(run: Run, tuner: Tuner, disk: Disk, place: str) -> None:  # noqa: F811
     command = ["tune", *GEMM, "--trials", "1", "--db", disk.folder / place]
     disk.fill()
-    assert str(disk.folder / place) in told(run(*command))
+    assert str(disk.folder / place) in output_of(run(*command))
     disk.free()
     assert run(*command).code == 0
     with Store.open(disk.folder / place, create=False) as store:

@@ -363,7 +363,7 @@ def test_taxes_of_decoding_are_told_by_its_variants(run: Run, tuner: Tuner) -> N
 
 def test_taxes_print_one_document(run: Run, tuner: Tuner, tmp_path: Path) -> None:
     document = run("taxes", *GEMM, "--json").document
-    assert document["taxes"] == [{"name": "all", "us": 100.0, "told": "communication and computation"}]
+    assert document["taxes"] == [{"name": "all", "us": 100.0, "description": "communication and computation"}]
     assert (document["bsp_us"], document["tuned_us"], document["won_back"]) == (100.0, 80.0, None)
     file = tmp_path / "shapes.toml"
     file.write_text("[[all-gather-gemm]]\nm = 64\nn = 96\nk = 64\n[[all-gather-gemm]]\nm = 32\nn = 96\nk = 64\n")

@@ -83,18 +83,18 @@ def test_hardware_queues_of_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (check.ok, check.needed or check.ok) == (ok, needed)
 
 
-@pytest.mark.parametrize(("told", "ok"), [(8, True), (None, True), (6, False)])
-def test_dies_are_asked_of_hip(monkeypatch: pytest.MonkeyPatch, told: int | None, ok: bool) -> None:
+@pytest.mark.parametrize(("dies", "ok"), [(8, True), (None, True), (6, False)])
+def test_dies_are_asked_of_hip(monkeypatch: pytest.MonkeyPatch, dies: int | None, ok: bool) -> None:
     import torch
 
     from tests.spaces.drawing import MI300X
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "detect", lambda _: MI300X)
-    monkeypatch.setattr(doctor, "dies_by_hip", lambda: told)
+    monkeypatch.setattr(doctor, "dies_by_hip", lambda: dies)
     check = doctor.dies()
     assert check.ok is ok
-    assert str(told or "HIP does not tell") in check.found
+    assert str(dies or "HIP does not tell") in check.found
 
 
 def test_tritons_version_is_what_it_says_of_itself() -> None:

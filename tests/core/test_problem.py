@@ -39,7 +39,7 @@ def test_a_size_is_a_whole_number_above_zero(values: dict[str, Any], size: objec
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (GEMM | {"dtype": "fp8"}, "dtype is 'fp8'; allowed are bf16, fp16, fp32, e4m3: give one of these as --dtype"),
         (DECODE | {"dtype": None}, "dtype is None; allowed are bf16, fp16, fp32: give one of these as --dtype"),
@@ -84,8 +84,8 @@ def test_a_size_is_a_whole_number_above_zero(values: dict[str, Any], size: objec
         ),
     ],
 )  # fmt: skip
-def test_a_refusal_says_what_was_given_what_is_allowed_and_what_to_do(change: dict[str, Any], told: str) -> None:
-    assert refusal(change) == told
+def test_a_refusal_says_what_was_given_what_is_allowed_and_what_to_do(change: dict[str, Any], message: str) -> None:
+    assert refusal(change) == message
 
 
 @given(problems)

@@ -33,7 +33,7 @@ class Threads:
         self.benches = benches
         self.workers: list[Worker] = []
         self.answers: dict[int, str] = {}
-        self.told: set[int] = set()
+        self.reported: set[int] = set()
         self.closed = False
 
     def start(self, order: Order) -> int:
@@ -46,13 +46,13 @@ class Threads:
         self.answers[slot] = worker.run()
 
     def watch(self) -> list[Notice]:
-        new = set(self.answers) - self.told
-        self.told |= new
+        new = set(self.answers) - self.reported
+        self.reported |= new
         return [Notice(slot, False, self.answers[slot]) for slot in sorted(new)]
 
     @property
     def running(self) -> int:
-        return len(self.benches) - len(self.told)
+        return len(self.benches) - len(self.reported)
 
     def close(self) -> None:
         self.closed = True
@@ -135,14 +135,14 @@ def test_problems_that_do_not_fit_a_kind_are_none_of_it(url: str) -> None:
     outcome = drive(url, Threads(StandInBench(), StandInBench(hardware=B200)), jobs, ear)
     assert outcome.done and outcome.snapshot.count("tuned") == 1
     (report,) = [event for event in ear.heard if event["event"] == "nothing to tune"]
-    assert (report["kind"], report["told"]) == (B200.digest, "world size is 8; this machine has 4 GPUs")
+    assert (report["kind"], report["message"]) == (B200.digest, "world size is 8; this machine has 4 GPUs")
 
 
 def test_a_host_that_joins_after_another_has_left_is_waited_for(url: str) -> None:
     """The first one finds nothing to tune for its kind and leaves at once."""
 
     engine = Threads(StandInBench(), StandInBench(hardware=B200))
-    late(engine.benches[0], lambda: 1 in engine.told)
+    late(engine.benches[0], lambda: 1 in engine.reported)
     outcome = drive(url, engine, lambda hardware: [] if hardware == B200 else [a_job(0)])
     assert outcome.done and outcome.snapshot.count("tuned") == 1
 
@@ -171,13 +171,13 @@ def test_what_fails_on_every_host_is_told_as_failed(url: str) -> None:
     outcome = drive(url, Threads(StandInBench(bad), StandInBench(bad)), lambda _: [a_job(0)])
     assert not outcome.done and not outcome.trouble
     (claim,) = outcome.snapshot.claims
-    assert (claim.outcome, claim.told, claim.failures) == ("failed", "nothing could be verified (3 hang)", 2)
+    assert (claim.outcome, claim.message, claim.failures) == ("failed", "nothing could be verified (3 hang)", 2)
 
 
 def test_what_fails_on_the_only_host_of_its_kind_is_given_up(url: str) -> None:
     outcome = drive(url, Threads(StandInBench(Ended("refused", "it does not fit"), TUNED)))
     assert [claim.outcome for claim in outcome.snapshot.claims] == ["failed", "tuned"]
-    assert outcome.snapshot.claims[0].told == "it does not fit"
+    assert outcome.snapshot.claims[0].message == "it does not fit"
 
 
 def test_hosts_with_other_kernels_are_refused(url: str) -> None:
@@ -207,7 +207,7 @@ def test_without_a_host_that_lives_the_fleet_ends(url: str) -> None:
             raise MachineError("the driver is broken")
 
     outcome = drive(url, Threads(Dying(), Dying()))
-    assert outcome.trouble == "no host is left: see what each of them told" and not outcome.done
+    assert outcome.trouble == "no host is left: see the message of each" and not outcome.done
 
 
 def test_an_interrupt_ends_all_workers_and_the_same_command_goes_on(url: str) -> None:
@@ -231,13 +231,13 @@ def test_a_worker_that_the_engine_lost_frees_its_problem_at_once(url: str) -> No
 
         def watch(self) -> list[Notice]:
             notices = super().watch()
-            if self.benches[0].jobs and 0 not in self.told and self.workers[0].claim:
-                self.told.add(0)
+            if self.benches[0].jobs and 0 not in self.reported and self.workers[0].claim:
+                self.reported.add(0)
                 self.workers[0]._queue = _Gone()  # type: ignore[assignment]
                 notices.append(Notice(0, True, "its node died"))
             return notices
 
-    engine = Losing(StandInBench("silence"), late(StandInBench(), lambda: 0 in engine.told))
+    engine = Losing(StandInBench("silence"), late(StandInBench(), lambda: 0 in engine.reported))
     ear = Ear()
     began = time.monotonic()
     outcome = drive(url, engine, ear=ear, lease_s=2 * PATIENCE_S)

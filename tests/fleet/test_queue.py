@@ -156,7 +156,7 @@ def test_what_failed_on_a_host_is_tried_by_another_and_then_given_up(desk: Claim
     assert desk.fail("a", claim.id, "name of a", "a hang", 1.0) and take(desk, "a") is None
     assert desk.fail("b", take(desk, "b").id, "name of b", "a crash", 1.0)
     (row,) = claims(desk).values()
-    assert (row.outcome, row.told, row.failures) == ("failed", "a crash", 2)
+    assert (row.outcome, row.message, row.failures) == ("failed", "a crash", 2)
 
 
 def test_what_a_worker_gives_back_is_free_at_once(desk: ClaimQueue) -> None:
@@ -316,7 +316,7 @@ def test_an_edited_row_is_one_line_and_nothing_else(desk: ClaimQueue, place: str
     with desk.engine.begin() as connection:
         (kept,) = connection.execute(text(f"SELECT {column} FROM {table}")).one()
         document = json.dumps(_put(kept, path, wrong))
-        connection.execute(text(f"UPDATE {table} SET {column} = CAST(:told AS JSON)"), {"told": document})
+        connection.execute(text(f"UPDATE {table} SET {column} = CAST(:message AS JSON)"), {"message": document})
     with pytest.raises(MachineError, match="a row of a fleet that is malformed") as raised:
         desk.attend(FLEET, LEASE_S)
         desk.beat("a", FLEET, None, LEASE_S, 300.0)

@@ -25,7 +25,7 @@ def names(before: Snapshot, after: Snapshot) -> list[str]:
 
 def test_events_tell_what_changed_once() -> None:
     assert names(Snapshot(), NOW) == ["host joined", "problem begun"] and names(NOW, NOW) == []
-    tuned = replace(CLAIM, holder=None, outcome="tuned", told="push 1.31", seconds=61.24)
+    tuned = replace(CLAIM, holder=None, outcome="tuned", message="push 1.31", seconds=61.24)
     later = replace(NOW, claims=(tuned, replace(OTHER, holder="h1", host="node-1")))
     (first, second) = events(NOW, later)
     assert (first["event"], first["host"], first["took_s"]) == ("problem tuned", "node-1", 61.2)
@@ -35,7 +35,7 @@ def test_events_tell_what_changed_once() -> None:
     assert [event.get("note") for event in events(NOW, lost)] == ["its node died"]
     taken = replace(lost, claims=(replace(CLAIM, holder="h2", host="node-2", lapses=1),))
     assert events(lost, taken)[0]["after_lost_hosts"] == 1
-    failed = replace(NOW, claims=(replace(CLAIM, holder=None, failures=1, failed_on="node-1", told="a hang"),))
+    failed = replace(NOW, claims=(replace(CLAIM, holder=None, failures=1, failed_on="node-1", message="a hang"),))
     assert names(NOW, failed) == ["problem failed"]
 
 
@@ -93,7 +93,7 @@ def test_hosts_of_a_kind_that_differ_by_more_than_a_tenth_are_named() -> None:
 def test_the_end_tells_winners_by_kind_what_failed_and_slow_hosts() -> None:
     winner = a_winner(1)
     kind = winner.hardware.digest
-    failed = replace(CLAIM, outcome="failed", failed_on="node-1", told="nothing could be verified", holder=None)
+    failed = replace(CLAIM, outcome="failed", failed_on="node-1", message="nothing could be verified", holder=None)
     lost = replace(HOST, id="h2", name="node-2", state="lost", note="its node died")
     pairs = gaps([(kind, "p", "c", "a", 100.0), (kind, "p", "c", "b", 150.0)])
     outcome = FleetOutcome(replace(NOW, hosts=(HOST, lost), claims=(failed, OTHER)), (Won(winner, "node-1"),), tuple(pairs))
@@ -107,7 +107,8 @@ def test_the_end_tells_winners_by_kind_what_failed_and_slow_hosts() -> None:
     assert not outcome.done and len(remarks(outcome)) == 4
     report = document(outcome)
     assert json.loads(json.dumps(report))["winners"][0]["host"] == "node-1" and report["event"] == "ended"
-    assert (report["failed"][0]["told"], report["left"], report["slow_hosts"][0]["slow"]) == ("nothing could be verified", 1, "b")
+    assert report["failed"][0]["message"] == "nothing could be verified"
+    assert (report["left"], report["slow_hosts"][0]["slow"]) == (1, "b")
     assert replace(outcome, snapshot=Snapshot()).done and not replace(outcome, snapshot=Snapshot(), interrupted=True).done
 
 

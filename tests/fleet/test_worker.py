@@ -43,7 +43,7 @@ def worker(url: str) -> Iterator[Callable[..., tuple[Worker, StandInBench]]]:
 
 
 def outcomes(desk: ClaimQueue) -> list[tuple[str | None, str]]:
-    return [(row.outcome, row.told) for row in desk.attend(FLEET, 60.0)[1]]
+    return [(row.outcome, row.message) for row in desk.attend(FLEET, 60.0)[1]]
 
 
 def state(desk: ClaimQueue) -> tuple[str, str]:
@@ -64,7 +64,7 @@ def test_tunes_one_after_another_and_leaves_when_nothing_is_left(desk: ClaimQueu
 GONE = Ended("trouble", "MachineError: the database is gone")
 
 
-@pytest.mark.parametrize("trouble", [GONE, TunerLost("the tuner was killed by SIGKILL")], ids=["told", "killed"])
+@pytest.mark.parametrize("trouble", [GONE, TunerLost("the tuner was killed by SIGKILL")], ids=["reported", "killed"])
 def test_the_same_problem_goes_on_after_trouble(desk: ClaimQueue, worker: Callable[..., tuple], trouble: object) -> None:
     desk.deal(FLEET, KIND, due(1))
     mine, bench = worker(trouble, TUNED)
@@ -171,7 +171,7 @@ def test_the_bench_tunes_with_real_ranks_and_notes_the_host(desk: ClaimQueue, ur
     assert Worker(order).run() == "left"
     (host,), (claim,) = desk.attend(FLEET, 60.0)
     assert host.name.endswith("#7") and host.probes[problem.key] > 0 and host.trials == 2
-    assert claim.outcome == "tuned" and claim.told.split()[0] in ("bsp", "pull", "push")
+    assert claim.outcome == "tuned" and claim.message.split()[0] in ("bsp", "pull", "push")
     with Store.open(url, create=False) as store:
         (winner,) = store.winners()
         (run,) = store.runs()

@@ -10,7 +10,7 @@ from autotax.heap.world import World
 from autotax.runner.ranks import run_ranks
 
 
-def told(world: World, values: list[Any], kind: Any) -> Any:
+def gathered(world: World, values: list[Any], kind: Any) -> Any:
     try:
         return world.gather(values[world.rank], kind)
     except MachineError as error:
@@ -20,14 +20,14 @@ def told(world: World, values: list[Any], kind: Any) -> Any:
 def several(world: World) -> list[Any]:
     large = "x" * (exchange.LARGEST + 1)
     return [
-        told(world, ["short", "y" * 5000], str),
-        told(world, [("", 1), ("ä" * exchange.FIRST, 2**40)], tuple[str, int]),
-        told(world, [None, "why"], str | None),
-        told(world, [1, "one"], int),
-        told(world, ["small", large], str),
-        told(world, [object(), "a text"], str),
-        told(world, ["\ud800", "a text"], str),
-        told(world, [1.5, float("inf")], float),
+        gathered(world, ["short", "y" * 5000], str),
+        gathered(world, [("", 1), ("ä" * exchange.FIRST, 2**40)], tuple[str, int]),
+        gathered(world, [None, "why"], str | None),
+        gathered(world, [1, "one"], int),
+        gathered(world, ["small", large], str),
+        gathered(world, [object(), "a text"], str),
+        gathered(world, ["\ud800", "a text"], str),
+        gathered(world, [1.5, float("inf")], float),
     ]
 
 

@@ -49,7 +49,7 @@ LACKS_A_PACKAGE = "import iris_needs_this"
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "message"),
     [
         (NO_LIBRARY, r"cannot load the libraries of the GPU, libamdhip64.so.*; install ROCm"),
         (ANOTHER_PROJECT, r"iris.py is another project called iris.*pip install --no-deps tokenspeed-iris tokenspeed-tritonblas"),
@@ -58,10 +58,10 @@ LACKS_A_PACKAGE = "import iris_needs_this"
     ],
     ids=["no library", "another project", "lacks a package", "not installed"],
 )
-def test_what_iris_lacks_is_told(ranks: Ranks, tmp_path: Path, source: str | None, told: str) -> None:
+def test_what_iris_lacks_is_reported(ranks: Ranks, tmp_path: Path, source: str | None, message: str) -> None:
     if source:
         tmp_path.joinpath("iris.py").write_text(source)
-    ranks.run(_fail_to_open, tmp_path if source else None, told)
+    ranks.run(_fail_to_open, tmp_path if source else None, message)
 
 
 def test_one_rank_without_iris_is_told_to_all(ranks: Ranks) -> None:

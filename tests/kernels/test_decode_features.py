@@ -209,7 +209,7 @@ def test_the_reference_is_that_of_one_cache_in_one_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "kv_dtype", "told"),
+    ("target", "kv_dtype", "message"),
     [
         ("cuda:90", "e4m3fnuz", "cuda:90 converts e4m3: give --kv-dtype e4m3 or same"),
         ("hip:gfx942", "e4m3", "hip:gfx942 converts e4m3fnuz: give --kv-dtype e4m3fnuz or same"),
@@ -217,7 +217,7 @@ def test_the_reference_is_that_of_one_cache_in_one_place() -> None:
         ("cuda:80", "e4m3", "cuda:80 converts no type of 8 bits: give --kv-dtype same"),
     ],
 )
-def test_a_type_that_the_target_does_not_convert_is_refused(target: str, kv_dtype: str, told: str) -> None:
+def test_a_type_that_the_target_does_not_convert_is_refused(target: str, kv_dtype: str, message: str) -> None:
     hardware = replace(known_hardware("cuda:90" if target == "cuda:80" else target), target=target)
-    with pytest.raises(UsageError, match=f"kv_dtype is {kv_dtype}; {told}"):
+    with pytest.raises(UsageError, match=f"kv_dtype is {kv_dtype}; {message}"):
         space_for(FlashDecode(1, 64, 8, 128, 4096, "bf16", 4, kv_dtype=kv_dtype), hardware)

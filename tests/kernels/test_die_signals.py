@@ -26,7 +26,7 @@ class State(NamedTuple):
     """Pending signals of each die."""
     dirty: frozenset[int]
     """Programs whose data are in the L2 of their die only."""
-    told: int
+    signalled: int
     """Value of the flag."""
 
 
@@ -36,7 +36,7 @@ STORE, COUNT, READ, WRITE_BACK, TELL, TAKE_OFF, DONE = range(7)
 def after(state: State, program: int, die: tuple[int, ...], write_back_first: bool) -> State:
     """One step of a program; the wrong order writes back before it reads the count."""
     order = (WRITE_BACK, READ) if write_back_first else (READ, WRITE_BACK)
-    at, seen, pending, dirty, flag = list(state.at), list(state.seen), list(state.pending), set(state.dirty), state.told
+    at, seen, pending, dirty, flag = list(state.at), list(state.seen), list(state.pending), set(state.dirty), state.signalled
     mine, step = die[program], at[program]
     step = order[step - READ] if step in (READ, WRITE_BACK) else step
     at[program] += 1
@@ -72,16 +72,16 @@ def reached(die: tuple[int, ...], write_back_first: bool = False) -> Iterator[St
 
 def early(state: State) -> bool:
     """Whether a flag that has all signals has been seen while data are not yet where a peer finds them."""
-    return state.told == len(state.at) and bool(state.dirty)
+    return state.signalled == len(state.at) and bool(state.dirty)
 
 
 @pytest.mark.parametrize("die", [(0,), (0, 0), (0, 1), (0, 0, 0), (0, 1, 0), (0, 0, 1, 1)], ids=str)
 def test_every_interleaving_tells_of_all_once_and_of_none_too_early(die: tuple[int, ...]) -> None:
     states = list(reached(die))
-    assert not any(early(state) or state.told > len(die) for state in states)
+    assert not any(early(state) or state.signalled > len(die) for state in states)
     ends = [state for state in states if set(state.at) == {DONE}]
     assert ends
-    assert all(state.told == len(die) and not any(state.pending) for state in ends)
+    assert all(state.signalled == len(die) and not any(state.pending) for state in ends)
 
 
 def test_reading_the_count_after_the_write_back_would_tell_too_early() -> None:

@@ -93,13 +93,13 @@ def test_ranks_that_cannot_run_kernels_are_bulk_synchronous(monkeypatch: pytest.
             assert "CPU ranks need TRITON_INTERPRET=1" in warnings[0]
 
 
-@pytest.mark.parametrize(("what", "told"), [("hosts", "host-0, host-1"), ("compiler", "rank 1: no compiler here")])
-def test_what_one_rank_lacks_makes_all_bulk_synchronous(ranks: dict[int, Ranks], what: str, told: str) -> None:
+@pytest.mark.parametrize(("what", "message"), [("hosts", "host-0, host-1"), ("compiler", "rank 1: no compiler here")])
+def test_what_one_rank_lacks_makes_all_bulk_synchronous(ranks: dict[int, Ranks], what: str, message: str) -> None:
     for errors, tuned, warnings in ranks[2].run(stacks.hampered, linear("pull"), what):
         assert max(errors) <= EXACT
         assert tuned == [False]
         assert len(warnings) == 1
-        assert told in warnings[0]
+        assert message in warnings[0]
 
 
 def test_nothing_is_imported_before_it_is_needed() -> None:

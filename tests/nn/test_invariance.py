@@ -91,15 +91,15 @@ def refused(world: World, options: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"config": Config("bsp")}, "its rows depend on how many there are"),
         ({"config": Config.of("push", PUSH.values | {"splits": 2})}, "its rows depend on how many there are"),
     ],
     ids=str,
 )
-def test_what_depends_on_the_number_of_rows_is_refused(ranks: Ranks, options: dict[str, Any], told: str) -> None:
-    assert all(told in text for text in ranks.run(refused, options))
+def test_what_depends_on_the_number_of_rows_is_refused(ranks: Ranks, options: dict[str, Any], message: str) -> None:
+    assert all(message in text for text in ranks.run(refused, options))
 
 
 def of_environment(world: World, db: str, value: str) -> list[str]:

@@ -134,7 +134,7 @@ PUSH = Config.of(
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "message"),
     [
         ("a tile nobody sends", "never"),
         ("a tile nobody waits for", "too few waits"),
@@ -142,7 +142,7 @@ PUSH = Config.of(
         ("sums nobody takes", "never waits"),
     ],
 )
-def test_faults_are_found(what: str, told: str) -> None:
+def test_faults_are_found(what: str, message: str) -> None:
     plan = reduce_plan(PUSHED, PUSH)
     own = list(plan.tasks[1])
     if what == "a tile nobody sends":
@@ -156,7 +156,7 @@ def test_faults_are_found(what: str, told: str) -> None:
     else:
         own = [Task(rows=task.rows, columns=task.columns) if _takes_sums(task) else task for task in own]
     fault = faults(dataclasses.replace(plan, tasks=[plan.tasks[0], own, plan.tasks[2]]))
-    assert told in str(fault)
+    assert message in str(fault)
 
 
 def _takes_sums(task: Task) -> bool:

@@ -251,7 +251,7 @@ BAD_ORDERS: list[tuple[str, Callable[..., int], Problem, Config, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "bad", "told"),
+    ("name", "bad", "message"),
     [
         ("box_row", _strip_by_strip, "on its way to rank"),
         ("box_strip", lambda number, *_: number % 3, "on its way to rank"),
@@ -259,19 +259,19 @@ BAD_ORDERS: list[tuple[str, Callable[..., int], Problem, Config, str]] = [
     ],
     ids=named,
 )
-def test_a_bad_order_of_boxes_is_found(name: str, bad: Callable[..., int], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_order_of_boxes_is_found(name: str, bad: Callable[..., int], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, name, bad)
-    assert told in (check(SHARDS, ROLES) or "")
+    assert message in (check(SHARDS, ROLES) or "")
 
 
-@pytest.mark.parametrize(("name", "bad", "problem", "config", "told"), BAD_ORDERS, ids=named)
+@pytest.mark.parametrize(("name", "bad", "problem", "config", "message"), BAD_ORDERS, ids=named)
 def test_a_bad_order_is_found(
-    name: str, bad: Callable[..., int], problem: Problem, config: Config, told: str, monkeypatch: pytest.MonkeyPatch
+    name: str, bad: Callable[..., int], problem: Problem, config: Config, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(order, name, bad)
     fault = check(problem, config)
     assert fault
-    assert told in fault
+    assert message in fault
     assert "\n" not in fault
 
 
@@ -289,16 +289,16 @@ def test_bad_splits_are_found(bad: Callable[..., int], monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("bad", "told"),
+    ("bad", "message"),
     [
         (lambda rows, _: [(0, rows // 2), (rows // 2, rows - 1)], "never"),  # the last row is lost
         (lambda rows, _: [(0, rows // 2 + 1), (rows // 2, rows)], "more than once"),
     ],
     ids=["a gap", "an overlap"],
 )
-def test_bad_pieces_are_found(bad: Callable[..., list[tuple[int, int]]], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_pieces_are_found(bad: Callable[..., list[tuple[int, int]]], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "last_pieces", bad)
-    assert told in (check(GEMM, HALVES) or "")
+    assert message in (check(GEMM, HALVES) or "")
 
 
 # Mutations of a sound plan, each made on one task of one rank.
@@ -345,14 +345,14 @@ MUTATIONS: list[tuple[Callable[[Task], Task], str, str]] = [
 
 
 @pytest.mark.parametrize(("problem", "config"), [case for case in SOUND if case[1] != COPY], ids=str)
-@pytest.mark.parametrize(("mutate", "part", "told"), MUTATIONS, ids=named)
+@pytest.mark.parametrize(("mutate", "part", "message"), MUTATIONS, ids=named)
 def test_a_mutated_plan_has_a_fault(
-    mutate: Callable[[Task], Task], part: str, told: str, problem: Problem, config: Config
+    mutate: Callable[[Task], Task], part: str, message: str, problem: Problem, config: Config
 ) -> None:
     plan = _mutated(schedule(problem, config), mutate, part)
     fault = faults(plan)
     assert fault
-    assert re.search(told, fault)
+    assert re.search(message, fault)
     assert "\n" not in fault
 
 

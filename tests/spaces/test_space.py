@@ -293,7 +293,7 @@ def test_only_refuses_unknown_variants_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "variant", "change", "told"),
+    ("problem", "variant", "change", "message"),
     [
         (AllGatherGemm(8192, 8192, 8192), "pull", {"block_m": 256, "block_n": 256, "num_warps": 4}, "registers"),
         (
@@ -308,12 +308,14 @@ def test_only_refuses_unknown_variants_in_one_line() -> None:
         (FlashDecode(1, 8, 8, 128, 4096), "fused", {"attend": "by_warp", "block_s": 64, "num_warps": 8}, "too few tokens"),
     ],
 )  # fmt: skip
-def test_why_not_names_the_constraint_and_the_values(problem: Problem, variant: str, change: dict[str, int], told: str) -> None:
+def test_why_not_names_the_constraint_and_the_values(
+    problem: Problem, variant: str, change: dict[str, int], message: str
+) -> None:
     space = space_for(problem, H200)
     config = Config.of(variant, space.default(variant).values | change)
     why = space.why_not(config)
     assert why
-    assert told in why
+    assert message in why
     assert config not in space
     assert any(f"{name} {value}" in why for name, value in change.items())
 

@@ -75,7 +75,7 @@ def test_replays_are_told_as_a_table_and_as_a_document(recorded: Path, capsys: p
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ([], "no file given"),
         (["FILE", "--landscape", "moon"], "landscape is 'moon'; allowed are recorded, boosted, forest"),
@@ -87,11 +87,11 @@ def test_replays_are_told_as_a_table_and_as_a_document(recorded: Path, capsys: p
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(
-    recorded: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+    recorded: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(["replay", *(str(recorded) if word == "FILE" else word for word in arguments)]) == 2
     error = capsys.readouterr().err
-    assert told in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
 
 
 HARDWARE, RESULT = ("hardware", H200.digest), ("results", 0)
@@ -109,9 +109,9 @@ EDITS: dict[str, tuple[tuple[str | int, ...], object, str]] = {
 }
 
 
-@pytest.mark.parametrize(("at", "value", "told"), EDITS.values(), ids=EDITS.keys())
+@pytest.mark.parametrize(("at", "value", "message"), EDITS.values(), ids=EDITS.keys())
 def test_an_edited_landscape_is_refused_in_one_line(
-    recorded: Path, capsys: pytest.CaptureFixture[str], at: tuple[str | int, ...], value: object, told: str
+    recorded: Path, capsys: pytest.CaptureFixture[str], at: tuple[str | int, ...], value: object, message: str
 ) -> None:
     document = json.loads(gzip.decompress(recorded.read_bytes()))
     place = document
@@ -126,7 +126,7 @@ def test_an_edited_landscape_is_refused_in_one_line(
     recorded.write_text(json.dumps(document))
     assert main(["replay", str(recorded), "--trials", "12", "--seeds", "1"]) == 2
     error = capsys.readouterr().err
-    assert told in error and error.count("\n") == 1, error
+    assert message in error and error.count("\n") == 1, error
 
 
 def test_a_record_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
