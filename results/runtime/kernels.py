@@ -4,6 +4,9 @@
 
 The stacks are those of `parts.py`. A graph of each is traced in replays without a pause; results are compared there. A figure is
 the median of the replays: of a kernel, and of the time since the end of the kernel before it. It is that of the slower rank.
+
+In two of the editions the input of the gate and up product is copied: to one place that all stacks share, or to new memory of the
+graph. They tell whether the product's time depends on where its input lies, or on one more kernel before it.
 """
 
 from __future__ import annotations
@@ -11,12 +14,12 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
 from parts import DECODE, LAYERS, caches_of, editions, mixed
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from turns import main
 from work import decoding, draw
@@ -25,6 +28,7 @@ from autotax.heap import World
 
 STACKS = {"nccl": (), "attention": ("attention",), "all": ("qkv", "gate_up", "o", "down", "attention")}
 """The modules of ours in each stack."""
+COPIES = "", "to one place", "to new memory"
 REPLAYS, NAMED = 20, 60
 """Replays of a trace, and how many letters of a kernel's name are kept."""
 
@@ -35,10 +39,26 @@ def measure(world: World, db: str | None) -> list[dict[str, Any]]:
         plan, weights, ours, theirs = editions(world, db)
         for batch in DECODE:
             caches, x = caches_of(world, plan, batch), draw(world, plan, batch, 0)
-            for name, modules in STACKS.items():
-                run = decoding(mixed(plan.sizes, weights, ours, theirs, modules), caches)
-                records.append({"batch": batch, "stack": name, "kernels": traced(world, run, x)})
+            place = torch.empty_like(x)
+            for (name, modules), copied in product(STACKS.items(), COPIES):
+                stack = mixed(plan.sizes, weights, ours, theirs, modules)
+                for layer in stack.layers if copied else []:
+                    layer.norms[1] = Copying(layer.norms[1], place if copied == COPIES[1] else None)
+                kernels = traced(world, decoding(stack, caches), x)
+                records.append({"batch": batch, "stack": name, "copied": copied, "kernels": kernels})
     return records
+
+
+class Copying(nn.Module):
+    """A norm whose result is copied to `place`, or to new memory."""
+
+    def __init__(self, norm: nn.Module, place: Tensor | None) -> None:
+        super().__init__()
+        self.norm, self.place = norm, place
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x)
+        return y.clone() if self.place is None else self.place.copy_(y)
 
 
 def traced(world: World, run: Callable[[Tensor], Tensor], x: Tensor) -> list[list[Any]]:
@@ -72,7 +92,8 @@ def show(record: dict[str, Any]) -> str:
     """The kernels of the second layer."""
     count = len(record["kernels"]) // LAYERS
     lines = [f"  {us:6.1f} us behind {idle:4.1f} us: {name}" for name, us, idle in record["kernels"][count : 2 * count]]
-    return "\n".join([f"decode of {record['batch']}, {record['stack']}", *lines])
+    copied = f", its input copied {record['copied']}" if record["copied"] else ""
+    return "\n".join([f"decode of {record['batch']}, {record['stack']}{copied}", *lines])
 
 
 if __name__ == "__main__":
