@@ -30,7 +30,7 @@ from autotax.core.settings import TRIAL_STATUSES, as_deployed
 from autotax.db import Store, TrialRecord, shipped
 from autotax.db.lookup import lookup, reload
 from autotax.db.records import Place, Stale, stale_winners
-from autotax.hardware import Hardware, check_memory, check_world_size
+from autotax.hardware import Hardware, check_problems, require_problem
 from autotax.operators import registry
 from autotax.software import environment
 from autotax.spaces import space_for
@@ -50,18 +50,6 @@ Watch = Callable[[Problem, Hardware], AbstractContextManager[Listener]]
 """Makes the listener of a problem's run."""
 
 
-NO_PROBLEM = "problem is {!r}; it must be a problem, as autotax.AllGatherGemm(m=512, n=7168, k=8192): give one"
-
-
-def check(problems: Sequence[Problem], hardware: Hardware) -> None:
-    """Raises UsageError for problems that the machine cannot run, before anything is started or written."""
-    for problem in problems:
-        if not isinstance(problem, Problem):
-            raise UsageError(NO_PROBLEM.format(problem))
-        check_world_size(hardware, problem.world_size)
-        check_memory(hardware, problem)
-
-
 def tune(
     problem: Problem, *, trials: int | None = None, effort: str | None = None, timeout_s: float | None = None,
     variants: Sequence[str] | None = None, conditions: Conditions | None = None, sampler: str | None = None, seed: int = 0,
@@ -70,29 +58,53 @@ def tune(
 ) -> Verdict:  # fmt: skip
     """Finds, proves and stores the fastest config of a problem: `autotax tune`.
 
-    `effort` (quick, normal or full) sets the most trials, and the expected gain at which a search by the sampler `gp` ends early.
-    Without `trials` it is normal. With `trials` and no effort all of them are used. `on_progress` is called after each trial,
-    `on_notice` with each notice of one line; `progress` prints lines as the command does. Settings are those of `Settings`; `db`
-    is a path or a URL, and `backend` is `cuda`, `rocm` or `cpu`, by default the backend of this machine.
+    Args:
+        problem: What to tune.
+        trials: The most trials. None: as many as `effort` says.
+        effort: `quick` (24 trials), `normal` (60) or `full` (300). The first two may end early with the sampler `gp`, when little
+            gain is expected. None: `normal` without `trials`, else all of `trials`.
+        timeout_s: Seconds for the call, the start of the ranks included. None: no limit.
+        variants: Names of the variants to search. None: all.
+        conditions: How calls are measured. None: as usual on the machine.
+        sampler: `tpe`, `random` or `gp`. None: `gp` where a prior was trained, else `tpe`.
+        seed: Of the sampler and of the ranks.
+        paired: Measure each trial in one job with the incumbent.
+        soak: Replays of a finalist with delayed ranks. None: 2000 on GPUs, 20 on CPU ranks.
+        resume: Go on from the stored trials of the problem.
+        db: A path or a URL. None: the default database.
+        backend: `cuda`, `rocm` or `cpu`. None: that of this machine.
+        on_progress: Called after each trial.
+        on_notice: Called with each notice, a line.
+        progress: Print progress and notices as the command does.
+
+    Returns:
+        The verdict. Its winner is None if nothing could be verified, or if the run was interrupted or out of time.
+
+    Raises:
+        UsageError: Bad input, before anything is started.
+        MachineError: The machine or the database failed.
     """
     hardware = machine.detect(backend)
-    check([problem], hardware)
-    budget: dict[str, Any] = {} if trials is None else {"trials": trials}
-    effort = "normal" if effort is None and trials is None else effort
-    make = Settings if effort is None else partial(Settings.of_effort, effort)
-    settings = make(
-        **budget, timeout_s=timeout_s, variants=tuple(variants) if variants else None, sampler=sampler, seed=seed,
+    check_problems([problem], hardware)
+    settings = Settings.of_effort(
+        effort, trials=trials, timeout_s=timeout_s, variants=tuple(variants) if variants else None, sampler=sampler, seed=seed,
         paired=paired, soak=soak, resume=resume, conditions=as_deployed(conditions, hardware),
     )  # fmt: skip
     if settings.variants:
         space_for(problem, hardware).only(settings.variants)
     listener = _Calls(on_progress or _ignore, on_notice or _ignore)
-    with Store.open(db, create=True) as store:
-        watch: Watch = lambda *_: nullcontext(listener)  # noqa: E731
-        if progress:
-            from autotax.report.progress_display import TuningScreen
 
-            watch = TuningScreen(1, soak=soak)
+    @contextmanager
+    def watch(problem: Problem, hardware: Hardware) -> Iterator[Listener]:
+        if not progress:
+            yield listener
+            return
+        from autotax.report.progress_display import TuningScreen
+
+        with TuningScreen(1, soak=soak)(problem, hardware) as screen:
+            yield _Both(screen, listener)
+
+    with Store.open(db, create=True) as store:
         (verdict,) = tune_jobs([(problem, settings)], hardware, store, watch)
     return verdict
 
@@ -165,10 +177,25 @@ def refresh(
     """Proves stale winners again after a change of software: `autotax refresh`. A few seconds for each problem.
 
     Candidates are your winners, the shipped ones that were measured on devices like these, and what others wrote that can be
-    served. Each is verified, soaked and measured interleaved with BSP; the new winner is stored. `problems` limits this to some
-    problems, `conditions` to winners for these conditions; `everything` includes winners that still hold. All problems together
-    take `timeout_s` seconds at most. A stale winner whose kernels compile to the machine code that was proven holds without a
-    measurement and has no result.
+    served. Each is verified, soaked and measured interleaved with BSP; the new winner is stored.
+
+    Args:
+        problems: One problem or several. None: all that have a stale winner.
+        everything: Prove winners that still hold, too.
+        conditions: Only winners for these. None: for any.
+        soak: As in `tune`.
+        timeout_s: Seconds for all problems together, the start of the ranks included. None: no limit.
+        db: As in `tune`.
+        backend: As in `tune`.
+        on_notice: Called with each notice, a line.
+
+    Returns:
+        A result for each problem that was measured. A stale winner whose kernels compile to the machine code that was proven
+        holds without a measurement and has no result.
+
+    Raises:
+        UsageError: Bad input, before anything is started.
+        MachineError: The machine or the database failed.
     """
     hardware = machine.detect(backend)
     requested = [problems] if isinstance(problems, Problem) else problems
@@ -183,13 +210,13 @@ def refresh(
 def stale_here(
     store: Store, hardware: Hardware, problems: Sequence[Problem] | None, conditions: Conditions | None, *, everything: bool
 ) -> list[Stale]:
-    """The problems that can be refreshed here, from this store and the shipped winners, fewest ranks first. Raises UsageError as
-    `check` does.
+    """The problems that can be refreshed here, from this store and the shipped winners, fewest ranks first. Raises UsageError
+    for problems that do not fit the machine.
     """
     here = Place(hardware, environment(hardware.backend), as_deployed(conditions, hardware))
     winners = [*store.winners(with_samples=False), *shipped.winners()]
     if problems is not None:
-        check(problems, hardware)
+        check_problems(problems, hardware)
     outdated = stale_winners(winners, here, problems=problems, any_conditions=conditions is None, everything=everything)
     return sorted(map(partial(_completed, hardware), outdated), key=lambda stale: stale.problem.world_size)
 
@@ -268,9 +295,21 @@ class Trials(list[TrialRecord]):
 
 
 def trials(problem: Problem | None = None, *, status: str | None = None, db: str | Path | None = None) -> Trials:
-    """The stored trials of a problem, or of all problems: `autotax trials`. `status` selects, for instance `ok`."""
-    if not isinstance(problem, Problem | None):
-        raise UsageError(NO_PROBLEM.format(problem))
+    """The stored trials: `autotax trials`.
+
+    Args:
+        problem: None: all problems.
+        status: One of `TRIAL_STATUSES`, for instance `ok`. None: all.
+        db: As in `tune`.
+
+    Returns:
+        The trials in the order in which they were stored.
+
+    Raises:
+        UsageError: Bad input.
+    """
+    if problem is not None:
+        require_problem(problem)
     if status is not None and status not in TRIAL_STATUSES:
         raise UsageError(f"status is {status!r}; allowed are {', '.join(TRIAL_STATUSES)}: give one of these")
     with Store.open(db, create=False) as store:
@@ -283,12 +322,24 @@ def compare(
 ) -> Comparison:  # fmt: skip
     """Measures the tuned config, BSP and the operator's peers in one interleaved and verified run: `autotax compare`.
 
-    `timeout_s` limits the seconds, the start of the ranks included. If it comes first, the comparison has no rows, and `error`
-    says so.
+    Args:
+        problem: What to compare.
+        every_variant: Add a row for each variant, with its best known config.
+        conditions: As in `tune`.
+        timeout_s: Seconds for the call, the start of the ranks included. None: no limit.
+        db: As in `tune`.
+        backend: As in `tune`.
+
+    Returns:
+        The comparison. If it has no rows, `error` says why: the time was up, for instance.
+
+    Raises:
+        UsageError: Bad input, before anything is started.
+        MachineError: The machine or the database failed.
     """
     limit = TimeLimit(timeout_s)
     hardware = machine.detect(backend)
-    check([problem], hardware)
+    check_problems([problem], hardware)
     with ranks(hardware, problem.world_size) as runner:
         return compare_on(runner, problem, hardware, as_deployed(conditions, hardware), db, every_variant, limit)
 
@@ -297,6 +348,7 @@ def compare_on(
     runner: runners.LiveRunner, problem: Problem, hardware: Hardware, conditions: Conditions, db: str | Path | None,
     every_variant: bool, limit: TimeLimit | None = None,
 ) -> Comparison:  # fmt: skip
+    """Compares on ranks that run already: see `compare`. The comparison has the answer of its look-up."""
     answer = lookup(problem, hardware=hardware, db=db, conditions=conditions)
     space = space_for(problem, hardware)
     with Store.open(db, create=False) as store:
@@ -362,6 +414,22 @@ class _Calls:
 
     progress: Callable[[Progress], None]
     notice: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Both:
+    """Two listeners as one."""
+
+    first: Listener
+    second: Listener
+
+    def progress(self, progress: Progress) -> None:
+        self.first.progress(progress)
+        self.second.progress(progress)
+
+    def notice(self, text: str) -> None:
+        self.first.notice(text)
+        self.second.notice(text)
 
 
 def _ignore(_: object) -> None:

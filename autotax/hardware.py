@@ -15,6 +15,7 @@ import os
 import platform
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -269,7 +270,22 @@ def absent(name: str) -> Hardware:
     return Hardware(backend, model, target, int(count), gib, processors, shared, l2, links)
 
 
-def check_memory(hardware: Hardware, problem: Problem) -> None:
+def check_problems(problems: Sequence[Problem], hardware: Hardware) -> None:
+    """Raises UsageError for problems that the machine cannot run, before anything is started or written."""
+    for problem in problems:
+        require_problem(problem)
+        check_world_size(hardware, problem.world_size)
+        _check_memory(hardware, problem)
+
+
+def require_problem(problem: object) -> None:
+    """Raises UsageError for anything but a problem."""
+    if not isinstance(problem, Problem):
+        example = "autotax.AllGatherGemm(m=512, n=7168, k=8192)"
+        raise UsageError(f"problem is {problem!r}; it must be a problem, as {example}: give one")
+
+
+def _check_memory(hardware: Hardware, problem: Problem) -> None:
     """Raises UsageError if the machine has no room to measure the problem: two sets of inputs, and a float32 reference."""
     gib = 4 * problem.nbytes / 2**30
     room = hardware.memory_gib if hardware.on_gpu else hardware.memory_gib / problem.world_size

@@ -86,8 +86,14 @@ def test_without_pandas_a_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.volume
-def test_look_ups_see_what_this_process_tuned(tmp_path: Path) -> None:
+def test_look_ups_see_what_this_process_tuned_and_its_callbacks_are_called_beside_the_lines(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     problem, db = autotax.DecodeMerge(2, 4, 64, "fp32", 2), f"sqlite:///{tmp_path}/a.db"
     assert autotax.lookup(problem, db=db).match == "fallback"
-    autotax.tune(problem, trials=1, soak=0, variants=["words"], db=db)
+    done: list[int] = []
+    autotax.tune(
+        problem, trials=1, soak=0, variants=["words"], db=db, progress=True, on_progress=lambda now: done.append(now.done)
+    )
     assert autotax.lookup(problem, db=db).match == "exact"
+    assert done and "1/1 trials" in capfd.readouterr().err

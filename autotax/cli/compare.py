@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from autotax.cli.messages import Failed, say
 from autotax.cli.options import DeployOptions, LimitedOptions, MachineOptions, ProblemOptions, flag, seconds_of
-from autotax.cli.problem_selection import check, problems_of, warn_of_slow_ranks
+from autotax.cli.problem_selection import problems_of, warn_of_slow_ranks
 from autotax.core.errors import MachineError
 from autotax.core.problem import Problem
 from autotax.operators import of as operator_of
@@ -58,6 +58,7 @@ def compare_and_show(
 
     An interrupt keeps the finished comparisons of a file. `every_variant` selects the problems with a row for each variant.
     """
+    from autotax.hardware import check_problems
     from autotax.tuner.tuning import TimeLimit
 
     if of.shapes is None:
@@ -66,7 +67,7 @@ def compare_and_show(
     hardware, many = where.hardware(), of.shapes is not None
     conditions = deployed.conditions(hardware)
     problems = problems_of(what, of.shapes, hardware)
-    check(problems, hardware)
+    check_problems(problems, hardware)
     for problem in problems:
         warn_of_slow_ranks(problem, hardware, COMPARED)
     compared: list[Comparison] = []

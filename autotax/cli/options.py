@@ -285,7 +285,6 @@ class SearchOptions(ShapesOptions):
             raise UsageError(f"seed is {self.seed}; it must be from 0 to {MAX_SEED}: give another --seed")
         one_of("sampler", self.sampler, SAMPLERS)
         values: dict[str, Any] = {
-            "trials": self.trials,
             "seed": self.seed,
             "timeout_s": seconds_of(self.timeout),
             "variants": names_of(self.variants),
@@ -293,8 +292,7 @@ class SearchOptions(ShapesOptions):
         }
         chosen = {name: value for name, value in values.items() if value is not None}
         chosen |= {"sampler": self.sampler, "resume": self.resume, "paired": self.paired}
-        effort = "normal" if self.effort is None and self.trials is None else self.effort
-        return Settings(**chosen) if effort is None else Settings.of_effort(effort, **chosen)
+        return Settings.of_effort(self.effort, self.trials, **chosen)
 
 
 @dataclass(frozen=True)
@@ -334,7 +332,7 @@ class OutputOptions:
     load: Annotated[
         list[str] | None,
         typer.Option("--load", metavar="MODULE", help="A module or .py file with operators or variants.", show_default=False),
-    ] = None  # loaded before the options exist: see cli.main
+    ] = None  # loaded before the options exist: see cli.app.loads_in
 
     def show(self, table: Callable[[], RenderableType]) -> None:
         """Prints a table, unless `--json` is given. In a pipe or a file its width is COLUMNS, or that of its content."""

@@ -40,15 +40,6 @@ def problems_of(what: ProblemOptions, shapes: Path | None, hardware: Hardware) -
     return read_shapes(shapes, what.world_size if what.world_size is not None else hardware.default_world_size)
 
 
-def check(problems: Sequence[Problem], hardware: Hardware) -> None:
-    """See `api.check`. This module avoids its slow import, so that a typing error is reported at once."""
-    from autotax.hardware import check_memory, check_world_size
-
-    for problem in problems:
-        check_world_size(hardware, problem.world_size)
-        check_memory(hardware, problem)
-
-
 def expected_on_cpu(problem: Problem, trials: int) -> float:
     """Estimated seconds of CPU ranks for a problem, from its size relative to its operator's example."""
     example = operator_of(problem).examples.get(False)
@@ -103,9 +94,10 @@ def jobs_of(problems: Sequence[Problem], settings: Settings, hardware: Hardware)
     """Each problem with the requested variants that it has. Raises UsageError like `check`, for a variant that no problem has,
     and for a problem that has none of the requested variants.
     """
+    from autotax.hardware import check_problems
     from autotax.spaces import space_for
 
-    check(problems, hardware)
+    check_problems(problems, hardware)
     if not settings.variants:
         return [(problem, settings) for problem in problems]
     spaces = [space_for(problem, hardware) for problem in problems]

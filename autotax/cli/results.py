@@ -30,7 +30,6 @@ from autotax.cli.options import (
     require_readable,
     word,
 )  # fmt: skip
-from autotax.cli.problem_selection import check
 from autotax.core.errors import UsageError
 from autotax.core.files import refuse_unwritable, write_whole
 from autotax.core.settings import TRIAL_STATUSES
@@ -287,6 +286,7 @@ class TraceOptions:
 def trace(what: ProblemOptions, which: TraceOptions, deployed: DeployOptions, where: MachineOptions) -> int:
     """Write a timeline of one call, rank by rank, for Perfetto or chrome://tracing."""
     what.require()
+    from autotax.hardware import check_problems
     from autotax.report import documents, tables
     from autotax.runner import trace
     from autotax.spaces import space_for
@@ -295,7 +295,7 @@ def trace(what: ProblemOptions, which: TraceOptions, deployed: DeployOptions, wh
     hardware = where.hardware()
     conditions = deployed.conditions(hardware)
     problem = what.problem(hardware)
-    check([problem], hardware)
+    check_problems([problem], hardware)
     config = None
     if which.variant:
         space = space_for(problem, hardware).only([which.variant])

@@ -177,12 +177,12 @@ def tune_all(
     from autotax.report import tables
     from autotax.report.progress_display import TuningScreen
 
-    resumes = dict(jobs)
+    settings_of = dict(jobs)
     for problem, settings in jobs:
         warn_of_slow_ranks(problem, hardware, settings.trials)
 
     def show(verdict: Verdict, runner: LiveRunner) -> None:
-        settings = resumes[verdict.problem]
+        settings = settings_of[verdict.problem]
         _show(verdict, store, where, settings.resume)
         if then_compare and not where.as_json and not verdict.interrupted and settings.timeout_s is None:
             _compare_verdict(verdict, runner, where)

@@ -22,9 +22,9 @@ INVALIDITY = {
     "out_of_resources": "runtime",
     "crash": "runtime",
 }
-"""T4's name for each status of a trial, from harmless to grave. If the ranks differ, the gravest status is the status of the
-trial. Statuses of ranks that stopped early are the gravest, because their peers then time out or read data that was never
-written.
+"""The name of each status of a trial in T4, the results format of the auto-tuning community (`results/search/landscapes.py`),
+from harmless to grave. If the ranks differ, the gravest status is the status of the trial. Statuses of ranks that stopped early
+are the gravest, because their peers then time out or read data that was never written.
 """
 TRIAL_STATUSES = tuple(INVALIDITY)
 RUN_STATUSES = ("running", "done", "interrupted", "failed")
@@ -86,12 +86,17 @@ class Settings:
             raise UsageError(f"soak is {self.soak}; it must be 0 (none) or more: give another --soak")
 
     @classmethod
-    def of_effort(cls, effort: str, **overrides: Any) -> Settings:
-        """The settings of an effort, overridden by `overrides`. Raises UsageError for an effort that is not in EFFORTS."""
+    def of_effort(cls, effort: str | None, trials: int | None = None, **others: Any) -> Settings:
+        """The settings of an effort, with `trials` in the place of its number. Without an effort, they are those of `normal`, or
+        all of `trials`. Raises UsageError for an effort that is not in EFFORTS.
+        """
+        if effort is None and trials is not None:
+            return cls(trials=trials, **others)
+        effort = "normal" if effort is None else effort
         if effort not in EFFORTS:
             raise UsageError(f"effort is {effort!r}; allowed are {', '.join(EFFORTS)}: give one of these as --effort")
-        trials, ends_below = EFFORTS[effort]
-        return cls(**{"trials": trials, "ends_below": ends_below} | overrides)
+        usual, ends_below = EFFORTS[effort]
+        return cls(trials=usual if trials is None else trials, ends_below=ends_below, **others)
 
     def on(self, hardware: Hardware) -> Settings:
         """These settings with the machine's defaults filled in. Raises UsageError for conditions that it does not support."""
@@ -128,7 +133,7 @@ def as_deployed(conditions: Conditions | None, hardware: Hardware) -> Conditions
     if conditions is None or hardware.on_gpu:
         return conditions or default
     if conditions.mode == "graph":
-        raise UsageError(f"mode is {conditions.mode!r}; CPU ranks know {default.mode} calls and in-place: take --mode out")
+        raise UsageError(f"mode is {conditions.mode!r}; CPU ranks have {default.mode} calls and in-place: leave --mode out")
     if conditions.l2 != default.l2:
-        raise UsageError(f"l2 is {conditions.l2!r}; CPU ranks know no L2, which is told as {default.l2}: take --l2 out")
+        raise UsageError(f"l2 is {conditions.l2!r}; CPU ranks have no L2 and are recorded as {default.l2}: leave --l2 out")
     return conditions

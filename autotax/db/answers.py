@@ -77,7 +77,7 @@ def invariant_answer(problem: Problem, here: Place, sources: Sequence[Source]) -
             wins = Counter(winner.config for winner in winners)
             best = max(winners, key=lambda winner: (wins[winner.config], winner.interval_low, winner.config_json))
             reason = f"{source.origin}it won {wins[best.config]} sizes, and its rows do not depend on their number"
-            return _tuned(best, best.config, "invariant", reason)
+            return _tuned(best, "invariant", reason)
     for seed in space_for(problem, here.hardware).seeds():
         if serves(seed):
             return Answer(seed.variant, seed.params, "invariant", None, "no winner keeps its bits for all sizes: a seed")
@@ -113,7 +113,7 @@ def _exact(problem: Problem, here: Place, source: Source, refused: list[str]) ->
     tuned = f"{source.origin}tuned for this problem" if source.origin else "tuned here"
     winners = _current(source.index.of_problem(problem.key), here)
     for winner in _fitting(problem, here, winners, refused, f"{source.whose} winner of this problem does"):
-        return _tuned(winner, winner.config, "exact", f"{tuned}; {_margin(winner)}")
+        return _tuned(winner, "exact", f"{tuned}; {_margin(winner)}")
     return None
 
 
@@ -135,7 +135,7 @@ def _nearest(problem: Problem, here: Place, source: Source, refused: list[str]) 
         share = _kept_share(problem, sizes, config)
         if _expected_to_help(problem, here, winner, share, f"the nearest winner, {difference},", refused):
             why = f"{source.origin}the nearest in its bucket, {difference}; {_margin(winner)} there"
-            return _tuned(winner, config, "nearest", why)
+            return _tuned(winner, "nearest", why)
     return None
 
 
@@ -145,7 +145,7 @@ def _stricter(problem: Problem, like: Problem, left: float, here: Place, source:
         share = left * _kept_share(like, _sizes(winner.problem_key, like), winner.config)
         if _expected_to_help(problem, here, winner, share, f"the winner of {winner.problem_key}", refused):
             reason = f"{source.origin}that of a stricter problem, {winner.problem_key}; {_margin(winner)} there"
-            return _tuned(winner, winner.config, "nearest", reason)
+            return _tuned(winner, "nearest", reason)
     return None
 
 
@@ -215,7 +215,7 @@ def _between(problem: Problem, here: Place, source: Source, refused: list[str]) 
         tuned, at = (", ".join(f"{name}={size}" for name, size in sizes[of.problem_key].items()) for of in (winner, lower))
         if least >= LEAST_BETWEEN and any(_fitting(problem, here, [winner], refused, f"the winner for {tuned} does")):
             reason = f"tuned for {tuned}, where it is {least:.2f}x faster than BSP for {at}"
-            return _tuned(winner, winner.config, "nearest", f"{source.origin}{reason}")
+            return _tuned(winner, "nearest", f"{source.origin}{reason}")
     return None
 
 
@@ -230,7 +230,7 @@ def _stale(problem: Problem, here: Place, source: Source, refused: list[str]) ->
     possible = _fewest_differences([w for w in winners if w.place.hardware.backend == here.hardware.backend], here)
     for winner in _fitting(problem, here, possible, refused, f"{source.whose} stale winner of this problem does"):
         reason = f"{source.origin}tuned for this problem, but it is stale: {', '.join(winner.differences(here))}"
-        return _tuned(winner, winner.config, "stale", reason)
+        return _tuned(winner, "stale", reason)
     return None
 
 
@@ -266,8 +266,8 @@ def _by_distance(problem: Problem, winners: Sequence[IndexedWinner]) -> list[Ind
 
 def _sizes(key: str, problem: Problem) -> dict[str, int]:
     """The varying sizes of a problem of the same operator, from its key."""
-    answered = dict(re.findall(r"(?<=[/,])(\w+)=(\d+)", key))
-    return {name: int(answered[name]) for name in problem.varying()}
+    fields = dict(re.findall(r"(?<=[/,])(\w+)=(\d+)", key))
+    return {name: int(fields[name]) for name in problem.varying()}
 
 
 def _difference(problem: Problem, sizes: dict[str, int]) -> str:
@@ -285,5 +285,5 @@ def _margin(winner: IndexedWinner) -> str:
     return f"it is {winner.speedup:.2f}x faster than BSP [{winner.interval_low:.2f}, {winner.interval_high:.2f}]"
 
 
-def _tuned(winner: IndexedWinner, config: Config, match: str, reason: str) -> Answer:
-    return Answer(config.variant, config.params, match, winner.problem_key, reason)
+def _tuned(winner: IndexedWinner, match: str, reason: str) -> Answer:
+    return Answer(winner.config.variant, winner.config.params, match, winner.problem_key, reason)

@@ -18,12 +18,11 @@ from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 from autotax.core.decoding import Malformed
 from autotax.core.errors import MachineError, UsageError
 from autotax.db.schema import CURRENT, PREFIX, SCHEMA_VERSION, Base, Meta, TrialRow, WinnerRow
-from autotax.db.url import VARIABLE, shown, sqlite_path, without_secrets
+from autotax.db.url import ELSEWHERE, shown, sqlite_path, without_secrets
 
 # Errors. A database that cannot be opened is a UsageError, because the user named it. A full or failing disk, and failures during
 # a run, are MachineErrors; the same command later goes on from the stored state.
 
-ELSEWHERE = f"give another --db or {VARIABLE}"
 _AGAIN = "run the same command again; what was measured so far is kept"
 _BUGS = (IntegrityError, DataError)
 
@@ -225,8 +224,8 @@ def _uncreated(error: OSError, what: str) -> Exception:
 
 def _has_room(path: Path) -> bool:
     """Whether the disk has room for a log and its index. Quotas cannot be checked in advance."""
-    complaint = os.statvfs(path.parent)
-    return complaint.f_bavail * complaint.f_frsize >= _LOG_BYTES
+    disk = os.statvfs(path.parent)
+    return disk.f_bavail * disk.f_frsize >= _LOG_BYTES
 
 
 def _takes_no_log(error: sqlite3.DatabaseError) -> bool:

@@ -96,7 +96,7 @@ class EntryShape(msgspec.Struct, forbid_unknown_fields=True):
     problem: dict[str, Any]
     hardware: HardwareShape  # type: ignore[valid-type]
     environment: EnvironmentShape  # type: ignore[valid-type]
-    kernel_digest: Annotated[str, msgspec.Meta(max_length=Digest.length, pattern=PLAIN)]
+    kernel_digest: CodeDigest
     conditions: ConditionsShape
     config: ConfigShape
     baseline: ConfigShape
@@ -445,12 +445,13 @@ class _Row(msgspec.Struct, array_like=True):
 _NOWHERE = Place(Hardware("", "", "", 0, 0, 0, 0, 0, ""), Environment("", "", "", "", ""), Conditions())
 
 
-def _by_name(name: str) -> str:
+def _with_column_names(message: str) -> str:
     """An error message in which the name of the column replaces its index."""
-    return re.sub(r"\$\[(\d+)\]", lambda at: f"$.{_Row.__struct_fields__[int(at[1])]}", name)
+    return re.sub(r"\$\[(\d+)\]", lambda at: f"$.{_Row.__struct_fields__[int(at[1])]}", message)
 
 
-def known_winners(session: Session) -> list[IndexedWinner]:
+def indexed_winners(session: Session) -> list[IndexedWinner]:
+    """All winners of the database as the index reads them, malformed rows included."""
     hardware = {row.digest: row for row in session.scalars(select(HardwareRow))}
     software = {row.digest: row for row in session.scalars(select(EnvironmentRow))}
 
@@ -463,7 +464,7 @@ def known_winners(session: Session) -> list[IndexedWinner]:
     def check(config: str) -> None:
         from_json(config, ConfigShape)
 
-    def known(values: Sequence[object]) -> IndexedWinner:
+    def indexed(values: Sequence[object]) -> IndexedWinner:
         try:
             row: _Row = converted(values, _Row)
             check(row.config)
@@ -473,7 +474,7 @@ def known_winners(session: Session) -> list[IndexedWinner]:
                 row.problem_key, where, row.kernels, row.config, *figures, bool(row.tie), row.trial_id, row.latency_us
             )  # fmt: skip
         except (Malformed, KeyError) as error:
-            defect = _by_name(str(error)) if isinstance(error, Malformed) else "its place is not there"
+            defect = _with_column_names(str(error)) if isinstance(error, Malformed) else "its place is not there"
             # A malformed row stays in the index, so that a look-up can name it.
             return IndexedWinner(str(values[0])[:LONGEST_NAME], _NOWHERE, "", "{}", 1.0, 1.0, 1.0, False, 0, defect=defect)
 
@@ -494,8 +495,8 @@ def known_winners(session: Session) -> list[IndexedWinner]:
         WinnerRow.trial_id,
         WinnerRow.latency_us,
     )
-    checked = session.connection().execute(query)
-    return [known(tuple(row)) for row in checked]
+    rows = session.connection().execute(query)
+    return [indexed(tuple(row)) for row in rows]
 
 
 class _ShippedWinner(msgspec.Struct):

@@ -113,7 +113,9 @@ class WinnerRecord:
     baseline_us: float
     baseline: Config
     speedup: float
-    """baseline_us / latency_us, with the ends of its confidence interval."""
+    """The median of the paired ratios of a job, averaged over the jobs as logarithms (`tuner.finalists.estimate`); it may differ
+    from baseline_us / latency_us. The interval is that of another job.
+    """
     interval_low: float
     interval_high: float
     tie: bool
@@ -307,8 +309,8 @@ def same_devices(hardware: Hardware, other: Hardware) -> bool:
 
 
 def _between_devices(hardware: Hardware, other: Hardware) -> list[str]:
-    """The differences of two descriptions. A problem names its ranks, so where all GPUs reach each other those beside the ranks
-    decide nothing: winners of two GPUs hold for two of eight.
+    """The differences of two descriptions. If all GPUs of both hosts reach each other, their number and links do not count: a
+    winner of two ranks on two GPUs holds for two ranks on eight.
     """
     if hardware.fully_linked and other.fully_linked:
         other = replace(other, count=hardware.count, links=hardware.links)

@@ -1,8 +1,9 @@
 """Proof before a look-up: a separate process, `autotax refresh`, compares the machine code of stale winners or proves them again.
 
-The process starts its own ranks, so a config that hangs or crashes cannot harm the calling program. It ends in time; winners
-proven by then are in the database. So is each failure: a problem is tried once under one software, until `autotax refresh` or
-`autotax tune` proves it. The calling program imports neither the runner nor the tuner.
+The process starts its own ranks, so a config that hangs or crashes cannot harm the calling program. It ends within
+its bound and stores each winner that it has proven by then. It also stores each failure: a failed problem is not tried again with
+the same software, until `autotax refresh` or `autotax tune` proves it. The calling program imports neither the runner nor the
+tuner.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def known_winners() -> list[IndexedWinner]:
 def winners_of(problem: Problem, here: Place) -> list[Config]:
     """The shipped winners of exactly this problem that a look-up in this place may answer with."""
     records = _shipped(FOLDER).index.of_problem(problem.key)
-    return [Config.from_dict(json.loads(winner.config_json)) for winner in records if winner.holds(here)]
+    return [winner.config for winner in records if winner.holds(here)]
 
 
 def winners() -> list[WinnerRecord]:

@@ -20,7 +20,7 @@ from autotax.core.problem import Problem
 from autotax.core.settings import ENDINGS
 from autotax.db import formats
 from autotax.db.connection import empty_engine, failing, open_engine, opening, writing
-from autotax.db.formats import known_winners
+from autotax.db.formats import indexed_winners
 from autotax.db.index import IndexedWinner
 from autotax.db.records import Entry, MissRecord, RunRecord, TrialRecord, WinnerRecord, same_kernel, verdict
 from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
@@ -147,8 +147,8 @@ class Store:
     def set_winner(self, winner: WinnerRecord, met: Collection[str] | None = None) -> Config | None:
         """Stores the only winner of its problem in its place: it replaces the winner with its key and those of all variants with
         current sources. If another process has stored a better proven winner that is not in `met`, nothing is stored and the
-        config of that winner is returned. `met` are digests of configs; None means all. Raises ValueError unless it and the trial
-        it names are verified.
+        config of that winner is returned. `met` are digests of configs; None means all. Raises ValueError unless `winner` and
+        its trial are verified.
         """
         if not winner.verified:
             raise ValueError(f"{winner.config} is not verified; only a config with a verified output can be a winner")
@@ -180,7 +180,7 @@ class Store:
     def known_winners(self) -> list[IndexedWinner]:
         """All winners, stale ones too, as far as look-ups need them."""
         with self._reading() as session:
-            return known_winners(session)
+            return indexed_winners(session)
 
     def entries(self, ops: Sequence[str], backends: Sequence[str]) -> list[Entry]:
         """The winners of these operators and backends, the oldest first. Imported winners have their author."""
@@ -352,8 +352,8 @@ def _with_origin(session: Session, row: WinnerRow) -> Entry:
 
 def crown(session: Session, winner: WinnerRecord, met: Collection[str] | None) -> Config | None:
     """Stores a winner in the place of its rivals, which it has just beaten. Another tuner may have stored a rival that the winner
-    has not been measured against (`met` holds the config digests it was; None means all). If such a rival is better proven,
-    nothing is stored and the rival's config is returned.
+    has not been measured against. If such a rival is better proven, nothing is stored and the rival's config is returned. `met`:
+    digests of the configs that the winner was measured against; None: all.
     """
     rivals = _rivals(session, winner)
     stored = [_with_origin(session, row) for row in rivals]

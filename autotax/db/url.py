@@ -17,7 +17,7 @@ from autotax.core.errors import UsageError
 VARIABLE = "AUTOTAX_DB"
 HIDDEN = "***"
 _ALLOWED = "allowed are a path or a URL such as sqlite:////PATH or postgresql+psycopg://USER@HOST/NAME"
-_ELSEWHERE = f"give another --db or {VARIABLE}"
+ELSEWHERE = f"give another --db or {VARIABLE}"
 
 
 def default_url() -> str:
@@ -39,9 +39,9 @@ def resolve_url(text: str | os.PathLike[str] | None) -> str:
         return _checked_url(text)
     text = os.fspath(text)
     if not text or text == ":memory:" or "\0" in text:
-        raise UsageError(f"database is {text!r}, which names no file; {_ALLOWED}: {_ELSEWHERE}")
+        raise UsageError(f"database is {text!r}, which names no file; {_ALLOWED}: {ELSEWHERE}")
     if re.match(r"[A-Za-z][\w+]+:/", text):
-        raise UsageError(f"database is {text.partition(':')[0]}:/..., a URL that lacks a slash; {_ALLOWED}: {_ELSEWHERE}")
+        raise UsageError(f"database is {text.partition(':')[0]}:/..., a URL that lacks a slash; {_ALLOWED}: {ELSEWHERE}")
     return _file_url(Path(text))
 
 
@@ -91,17 +91,17 @@ def _file_url(path: Path) -> str:
     try:
         path = path.expanduser()
     except RuntimeError:
-        raise UsageError(f"database is {text!r}, in the home of no user known here: {_ELSEWHERE}") from None
+        raise UsageError(f"database is {text!r}, in the home of no user known here: {ELSEWHERE}") from None
     path = Path(os.path.realpath(path))  # unlike `resolve` it does not raise for a link to itself
     if not path.name:
-        raise UsageError(f"database is {text!r}, which names no file; {_ALLOWED}: {_ELSEWHERE}")
+        raise UsageError(f"database is {text!r}, which names no file; {_ALLOWED}: {ELSEWHERE}")
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise UsageError(f"database is {text!r}, whose path {str(path)!r} is not UTF-8: {_ELSEWHERE}") from None
+        raise UsageError(f"database is {text!r}, whose path {str(path)!r} is not UTF-8: {ELSEWHERE}") from None
     url = URL.create("sqlite", database=str(path)).render_as_string(hide_password=False)
     if make_url(url).database != str(path):  # before SQLAlchemy 2.1 a URL cannot contain a path with a `?`
-        raise UsageError(f"database is {str(path)!r}, a path that no URL can spell; take out `?` and `%`: {_ELSEWHERE}")
+        raise UsageError(f"database is {str(path)!r}, a path that no URL can spell; take out `?` and `%`: {ELSEWHERE}")
     return url
 
 
@@ -113,19 +113,19 @@ def _checked_url(text: str) -> str:
         dialect = url.get_dialect()
         dialect.import_dbapi()
     except NoSuchModuleError:
-        raise UsageError(f"database is of the unknown kind {kind!r}; {_ALLOWED}: {_ELSEWHERE}") from None
+        raise UsageError(f"database is of the unknown kind {kind!r}; {_ALLOWED}: {ELSEWHERE}") from None
     except ImportError as error:
         raise UsageError(
             f"database {shown(text)} needs the Python package {error.name!r}, which is not installed: "
-            f"install it, or {_ELSEWHERE}"
+            f"install it, or {ELSEWHERE}"
         ) from None
     except (ArgumentError, ValueError):
-        raise UsageError(f"database URL {kind}://... cannot be read; {_ALLOWED}: {_ELSEWHERE}") from None
+        raise UsageError(f"database URL {kind}://... cannot be read; {_ALLOWED}: {ELSEWHERE}") from None
     if dialect.is_async:
-        raise UsageError(f"database {shown(text)} names an asynchronous driver; {_ALLOWED}: {_ELSEWHERE}")
+        raise UsageError(f"database {shown(text)} names an asynchronous driver; {_ALLOWED}: {ELSEWHERE}")
     if url.get_backend_name() != "sqlite":
         return url.render_as_string(hide_password=False)
     if url.host or url.query or url.get_driver_name() != "pysqlite" or (url.database or "").startswith("file:"):
         limitation = "SQLite has no host, driver or options here"
-        raise UsageError(f"database is {public(url)!r}; {limitation}; {_ALLOWED}: {_ELSEWHERE}")
+        raise UsageError(f"database is {public(url)!r}; {limitation}; {_ALLOWED}: {ELSEWHERE}")
     return resolve_url(url.database or "")

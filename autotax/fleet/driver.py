@@ -252,15 +252,15 @@ class Driver:
 
     def _measured(self) -> list[tuple[str, str, str, str, float]]:
         """BSP on each host, from the probes and from the trials of this fleet."""
-        winners = [
+        figures = [
             (row.kind, problem, "probe", row.name, us)
             for row in self._rows.values()
             for problem, us in row.probes.items()
         ]
         for kind, problem, conditions, config, host, us in self._queue.baselines(self._since):
             deployed = "/".join(str(conditions.get(name)) for name in ("mode", "l2", "skew_us"))
-            winners.append((kind, problem, f"{config} {deployed}", host, us))
-        return winners
+            figures.append((kind, problem, f"{config} {deployed}", host, us))
+        return figures
 
     def _waiting(self, message: str) -> None:
         notice: messages.Event = {"event": "waiting for the database", "message": message}
@@ -328,7 +328,7 @@ def estimator(earlier: Iterable[Took], kind: str) -> Callable[[Problem], float |
         stored.setdefault(run.fields["op"], {}).setdefault(run.key, _sizes(run.fields))
         own = took.setdefault(run.key, {})
         own[run.kind] = max(run.seconds, own.get(run.kind, 0.0))
-    seconds = {key: winners.get(kind, statistics.median(winners.values())) for key, winners in took.items()}
+    seconds = {key: by_kind.get(kind, statistics.median(by_kind.values())) for key, by_kind in took.items()}
 
     def estimate(problem: Problem) -> float | None:
         if problem.key in seconds:

@@ -343,20 +343,20 @@ class Gap:
         return f"{self.slow} is {100 * (self.ratio - 1):.0f} % slower than {self.fast} at BSP of {self.problem} ({times})"
 
 
-def gaps(measured: Iterable[tuple[str, str, str, str, float]], limit: float = LIMIT) -> list[Gap]:
-    """The pairs of hosts that differ by more than `limit`, each once with its widest gap, the widest first. `measured` has tuples
+def gaps(measured: Iterable[tuple[str, str, str, str, float]]) -> list[Gap]:
+    """The pairs of hosts that differ by more than LIMIT, each once with its widest gap, the widest first. `measured` has tuples
     (kind, problem, config, host, microseconds). Only figures of the same config and problem are compared.
     """
-    estimates: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    figures: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for kind, problem, config, host, us in measured:
-        estimates[kind, problem, config][host].append(us)
+        figures[kind, problem, config][host].append(us)
     widest: dict[tuple[str, str, str], Gap] = {}
-    for (kind, problem, _), hosts in estimates.items():
+    for (kind, problem, _), hosts in figures.items():
         medians = sorted((statistics.median(times), host) for host, times in hosts.items())
         for slow_us, slow in medians:
             fast_us, fast = medians[0]
             gap = Gap(kind, problem, slow, fast, slow_us, fast_us)
             pair = kind, min(slow, fast), max(slow, fast)
-            if gap.ratio > 1 + limit and (pair not in widest or gap.ratio > widest[pair].ratio):
+            if gap.ratio > 1 + LIMIT and (pair not in widest or gap.ratio > widest[pair].ratio):
                 widest[pair] = gap
     return sorted(widest.values(), key=lambda gap: -gap.ratio)

@@ -190,8 +190,8 @@ def dealt_of(values: object, kind: str) -> tuple[FleetJob | None, Environment | 
 def run_of(key: object, fields: object, kind: object, accounts: object) -> tuple[str, dict[str, Any], str, float] | None:
     """The time of an earlier run as (problem, its fields, kind, seconds); None if the run has no time. Raises Malformed."""
     seconds = converted(accounts, dict[str, float]).get("seconds")
-    host = converted(key, str), problem_of(fields).to_dict(), converted(kind, str)
-    return (*host, seconds) if seconds else None
+    run = converted(key, str), problem_of(fields).to_dict(), converted(kind, str)
+    return (*run, seconds) if seconds else None
 
 
 # Queue
@@ -308,10 +308,10 @@ class ClaimQueue:
             columns = [column for column in ClaimRow.__table__.columns if column.name != "job"]
             lapsed = func.coalesce(_lapsed(lease_s), False).label("lapsed")
             claims = select(*columns, lapsed).where(ClaimRow.fleet == fleet).order_by(ClaimRow.kind, ClaimRow.place)
-            checked: list[Row[Any]] = list(connection.execute(hosts))
-            for row in checked:  # checks the columns that the driver and its screen read
+            host_rows: list[Row[Any]] = list(connection.execute(hosts))
+            for row in host_rows:  # checks the columns that the driver and its screen read
                 place_of(row), converted(row.probes, dict[str, Positive])
-            return checked, list(connection.execute(claims))
+            return host_rows, list(connection.execute(claims))
 
         return self._do(act)
 
@@ -469,8 +469,8 @@ class ClaimQueue:
                 with self.engine.begin() as connection:
                     return work(connection)
             except Malformed as error:
-                host = f"database {shown(self.url)} holds a row of a fleet that is malformed ({error})"
-                raise MachineError(f"{host}: mend or remove it, then run the same command again") from None
+                message = f"database {shown(self.url)} holds a row of a fleet that is malformed ({error})"
+                raise MachineError(f"{message}: mend or remove it, then run the same command again") from None
             except (OperationalError, InterfaceError, DBAPIError) as error:
                 if not isinstance(error, OperationalError | InterfaceError) and not error.connection_invalidated:
                     raise

@@ -81,7 +81,7 @@ class RayEngine:
 
     def watch(self) -> list[Notice]:
         """See Engine.watch. A dead node is replaced as soon as Ray has another node, for which the actor waits."""
-        open_ = {state.answer: slot for slot, state in self._slots.items() if state.answer is not None}
+        open_ = {slot.answer: number for number, slot in self._slots.items() if slot.answer is not None}
         if not open_:
             return []
         ready, _ = ray.wait(list(open_), num_returns=len(open_), timeout=0)

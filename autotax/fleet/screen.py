@@ -27,12 +27,12 @@ STATES = {"working": "green", "idle": "cyan", "left": "dim", "lost": "red", "ret
 
 
 @contextmanager
-def open_screen(as_json: bool, console: Console | None = None, answers: TextIO | None = None) -> Iterator[Screen]:
+def open_screen(as_json: bool, answers: TextIO | None = None) -> Iterator[Screen]:
     """The screen of a fleet. JSON lines go to `answers`, by default stdout."""
     if as_json:
         yield EventLines(lambda line: print(line, flush=True, file=answers))
         return
-    console = console or Console(stderr=True)
+    console = Console(stderr=True)
     if not console.is_terminal:
         yield FleetLines(console)
         return
@@ -48,14 +48,14 @@ class Lines:
 
     def __init__(self) -> None:
         self._pace = FleetPace()
-        self._told = 0.0
+        self._reported_s = 0.0
 
     def show(self, snapshot: Snapshot, happened: Sequence[Event]) -> None:
         self._pace.note(snapshot)
         for event in happened:
             self.say(snapshot, event)
-        if snapshot.seconds - self._told >= self.every_s:
-            self._told = snapshot.seconds
+        if snapshot.seconds - self._reported_s >= self.every_s:
+            self._reported_s = snapshot.seconds
             self.say(snapshot, None)
 
     def say(self, snapshot: Snapshot, event: Event | None) -> None:
@@ -161,10 +161,10 @@ def line_of(event: Event) -> str:
     """`problem tuned: all-gather-gemm/m=... on host-3 (push 1.310)`"""
     subject = event.get("problem") or event.get("kind") or ""
     where = f" on {event['host']}" if event.get("host") else ""
-    state = event.get("message") or event.get("note") or ""
+    detail = event.get("message") or event.get("note") or ""
     if "due" in event:
-        state = f"{event['due']} due, {event['tuned_already']} tuned already; {event['hardware']}"
-    return f"{event['event']}: {subject}{where}" + (f" ({' '.join(str(state).split())[:300]})" if state else "")
+        detail = f"{event['due']} due, {event['tuned_already']} tuned already; {event['hardware']}"
+    return f"{event['event']}: {subject}{where}" + (f" ({' '.join(str(detail).split())[:300]})" if detail else "")
 
 
 # The end

@@ -92,9 +92,9 @@ class TunerProcess:
     def _last_words(self) -> str:
         child, self._child = self._child, None
         assert child is not None
-        values = child.last_words()
+        ending = child.last_words()
         child.kill()
-        return f"the tuner {values}"
+        return f"the tuner {ending}"
 
 
 @dataclass
@@ -183,12 +183,12 @@ class Worker:
         if time.monotonic() - self._beaten < pause_s:
             return None
         claim = self.claim.id if self.claim else None
-        values = self._told()
+        values = self._progress()
         answer = self._queue.beat(self.id, self.order.fleet, claim, self.order.lease_s, 5 * self.order.lease_s, **values)
         self._beaten = time.monotonic()
         return answer
 
-    def _told(self) -> dict[str, Any]:
+    def _progress(self) -> dict[str, Any]:
         busy_s = self.busy_s + (time.monotonic() - self._began if self.claim else 0.0)
         state = {"state": "working" if self.claim else "idle"} if self.kind else {}
         counts = {"done": self._step.done, "total": self._step.total, "trials": self.trials, "busy_s": busy_s}

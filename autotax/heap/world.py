@@ -222,9 +222,9 @@ def gather(value: Any, kind: Any, group: dist.ProcessGroup, device: torch.device
     sizes = [int.from_bytes(head[:SIZE], "little", signed=True) for head in heads]
     for rank, length in enumerate(sizes):
         if length == REFUSED:
-            raise MachineError(f"rank {rank} cannot encode what it tells the others; it must be a {_name(kind)}") from cause
+            raise MachineError(f"rank {rank} cannot encode what it sends; it must be a {_name(kind)}") from cause
         if not 0 <= length <= LARGEST:
-            raise MachineError(f"rank {rank} tells the others {length} bytes; at most {LARGEST} are taken")
+            raise MachineError(f"rank {rank} sends {length} bytes; at most {LARGEST} are taken")
     rests = [b""] * len(heads)
     if (longest := max(sizes)) > FIRST:
         rests = _all(data[FIRST:], longest - FIRST, group, device)
@@ -246,7 +246,7 @@ def _decoded(rank: int, data: bytes, kind: Any) -> Any:
     try:
         return _decoder(kind).decode(data)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise MachineError(f"what rank {rank} tells the others is no {_name(kind)} ({error})") from None
+        raise MachineError(f"what rank {rank} sends is no {_name(kind)} ({error})") from None
 
 
 _decoder = cache(lambda kind: msgspec.msgpack.Decoder(readable(kind)))

@@ -50,7 +50,7 @@ from autotax.nn.tensor_checks import (
     small,
 )
 from autotax.operators import registry
-from autotax.operators.flash_decode import FlashDecode as Shape
+from autotax.operators.flash_decode import FlashDecode as DecodeProblem
 from autotax.operators.inputs import EIGHT_BITS
 
 Call = Callable[..., Any]
@@ -93,7 +93,7 @@ class FlashDecode(SizedModule):
     """
 
     SIZE = "batch"
-    _most: Shape
+    _most: DecodeProblem
     _known: dict[tuple[torch.Size, ...], Known]
     _latest: Known
     _brings: tuple[bool, bool, bool]
@@ -135,13 +135,13 @@ class FlashDecode(SizedModule):
     def _blank(self) -> dict[str, Any]:
         return super()._blank() | {"_latest": NO_CALL}
 
-    def _greatest(self, dtype: str) -> Shape:
+    def _greatest(self, dtype: str) -> DecodeProblem:
         *sizes, output, page, more = self._asked[:-3]
         kinds = {self._dtype: "same"} | {kind: name for name, kind in EIGHT_BITS.items()}
         if self._kv_dtype not in kinds:
             raise UsageError(f"kv_dtype is {self._kv_dtype}; allowed are {', '.join(map(str, kinds))}: give one of these")
         values: list[Any] = [*sizes, dtype, self.world_size, output, page, kinds[self._kv_dtype]]
-        return Shape(*values, **more)
+        return DecodeProblem(*values, **more)
 
     def _make_plain(self) -> PlainDecode:
         return PlainDecode(self._world, self._most)
@@ -159,7 +159,7 @@ class FlashDecode(SizedModule):
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         from autotax.nn.prepare import SPECIALIZED, one_of_each_kind, special
 
-        assert isinstance(problem, Shape)
+        assert isinstance(problem, DecodeProblem)
         below = max((size.batch for size in self._batches() if size.batch < problem.batch), default=0)
         near = iter([*range(problem.batch, max(below, problem.batch - 32), -1), below + 1])
         length, page = problem.shard_len, problem.page
@@ -187,10 +187,10 @@ class FlashDecode(SizedModule):
                 tensors = q[:batch], cache, cache, counts[:batch], *table, *starts, *scales, *sinks, out[:batch]
                 yield self._problem(batch, tokens), tensors
 
-    def _batches(self) -> list[Shape]:
-        return [choice.problem for choice in self.choices if isinstance(choice.problem, Shape)]
+    def _batches(self) -> list[DecodeProblem]:
+        return [choice.problem for choice in self.choices if isinstance(choice.problem, DecodeProblem)]
 
-    def _problem(self, batch: int, tokens: int) -> Shape:
+    def _problem(self, batch: int, tokens: int) -> DecodeProblem:
         most = self._most
         length = tokens * most.world_size if tokens < most.shard_len else most.kv_len
         return replace(most, batch=batch, kv_len=length)

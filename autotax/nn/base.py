@@ -447,7 +447,7 @@ class Module(torch.nn.Module):
             self._forget()
 
     def _forget(self) -> None:
-        """Drops all that belongs to this process, but what tells how the module was prepared and that it was closed."""
+        """Resets the state of this process. How the module was prepared and whether it was closed stay known."""
         vars(self).update({name: value for name, value in self._blank().items() if name not in ("_closed", "_choices")})
 
     def _require_open(self) -> None:

@@ -1,6 +1,6 @@
 """The bulk-synchronous operators in plain torch: they work on any machine, in any group, for any size.
 
-On GPUs that for weights in e4m3 quantises by a kernel of Triton.
+`PlainScaled` is the exception: on GPUs a Triton kernel quantises x.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from autotax.nn.groups import capturing, on_device
 from autotax.nn.sized import remember, several
 from autotax.nn.tensor_checks import recorded, require_apart, require_no_tangent, require_recordable, require_tensor, small
 from autotax.nn.tuned import Tuned
-from autotax.operators.gather_attention import GatherAttention as Shape
+from autotax.operators.gather_attention import GatherAttention as AttentionProblem
 from autotax.operators.gather_attention import Part, Stream
 from autotax.spaces.gather_attention import LIBRARIES
 
@@ -55,7 +55,7 @@ class GatherAttention(Tuned):
     The backward is the vendor's, on keys and values that are gathered again; a reduce-scatter adds up their gradients.
     """
 
-    _most: Shape
+    _most: AttentionProblem
     _recorders: dict[Problem, Any]
     _streams: dict[tuple[int, ...], tuple[Stream, Tensor]]
     """Some last `lengths`, as this rank attends to them, and the sums of the lengths of its sequences, on the device."""
@@ -99,8 +99,9 @@ class GatherAttention(Tuned):
             raise UsageError(f"dtype is {self._dtype}; allowed are torch.bfloat16 and torch.float16: give one of these")
         batch, q_heads, kv_heads, dim, mask, layout = self._shape
         shape = batch, q_heads, kv_heads, dim
+        dtype, world_size, more = DTYPES[self._dtype], self.world_size, self._more
         lengths = dict.fromkeys(self._lengths)
-        return [Shape(*shape, length, DTYPES[self._dtype], self.world_size, mask, layout, *self._more) for length in lengths]
+        return [AttentionProblem(*shape, length, dtype, world_size, mask, layout, *more) for length in lengths]
 
     def _make(self) -> None:
         if self._world is None:
@@ -111,7 +112,7 @@ class GatherAttention(Tuned):
             # The first collective connects the ranks, which does not work during graph capture.
             dist.all_reduce(torch.zeros(1, device=self._device), group=self._world.data)
         most = problems[-1]
-        assert isinstance(most, Shape)
+        assert isinstance(most, AttentionProblem)
         self._most = most
 
     def forward(  # type: ignore[override]
@@ -240,7 +241,7 @@ class GatherAttention(Tuned):
             o, lse = baseline.stream(*inputs, stream, ends)
         return o, lse.contiguous()
 
-    def _stream(self, problem: Shape, lengths: tuple[int, ...]) -> tuple[Stream, Tensor]:
+    def _stream(self, problem: AttentionProblem, lengths: tuple[int, ...]) -> tuple[Stream, Tensor]:
         """A stream as this rank attends to it, and the sums of its sequences' lengths, from 0 on, int32 on the device."""
         if lengths not in self._streams:
             stream = problem.stream(self._world.rank if self._world else 0, lengths)
@@ -250,7 +251,9 @@ class GatherAttention(Tuned):
             self._captured.append(self._streams[lengths][1])
         return self._streams[lengths]
 
-    def _stream_of(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Shape, tuple[Tensor, Tensor, Tensor]]:
+    def _stream_of(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]
+    ) -> tuple[AttentionProblem, tuple[Tensor, Tensor, Tensor]]:
         """The problem of a call with `lengths`, and its tensors as kernels take them. Raises UsageError."""
         problem, inputs = self._problem_of(q, k, v)
         if problem.batch > 1 or problem.layout != "contiguous":
@@ -307,21 +310,21 @@ class GatherAttention(Tuned):
         d_k, d_v = own.split([k.numel(), v.numel()])
         return d_q, d_k.view(k.shape).clone(), d_v.view(v.shape).clone()
 
-    def _parts_of_stream(self, problem: Shape, lengths: tuple[int, ...]) -> tuple[Stream, list[Part]]:
+    def _parts_of_stream(self, problem: AttentionProblem, lengths: tuple[int, ...]) -> tuple[Stream, list[Part]]:
         """A stream as this rank attends to it, and its parts for the backward: one for each of the rank's own sequences first."""
         stream, _ = self._stream(problem, lengths)
         how = problem.everything._replace(source=self._world.rank if self._world else 0)
         own = [how._replace(queries=tokens, keys=tokens) for tokens in pairwise(accumulate(stream.own, initial=0))]
         return stream, [*own, *stream.parts]
 
-    def _recorder(self, problem: Shape, chosen: Any) -> Any:
+    def _recorder(self, problem: AttentionProblem, chosen: Any) -> Any:
         """The kernel for calls that torch records: the chosen one if it has log-sum-exps, else the baseline."""
         if chosen.KEEPS_LSE:
             return chosen
         kernels = (kernel for made in self._kernels.values() for kernel in made if kernel.KEEPS_LSE)
         return next(fit for kernel in kernels if (fit := self._fitted(kernel, problem)))
 
-    def _problem_of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Shape, tuple[Tensor, Tensor, Tensor]]:
+    def _problem_of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[AttentionProblem, tuple[Tensor, Tensor, Tensor]]:
         """The problem of a call, and its tensors as kernels take them. Raises UsageError."""
         self._ensure_ready()
         require_no_tangent(q, k, v)
@@ -341,7 +344,7 @@ class GatherAttention(Tuned):
             require_tensor(name, tensor, (batch, tokens, *of_token), self._dtype, device)
         return problem, (q, k, v)
 
-    def _alone(self, problem: Shape, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor | None) -> Tensor:
+    def _alone(self, problem: AttentionProblem, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor | None) -> Tensor:
         """The output where there is one rank."""
         from autotax.kernels.gather_attention.vendor import attend_part  # brings Triton
 

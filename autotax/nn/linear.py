@@ -28,7 +28,7 @@ from autotax.nn.norm import AllReduceNorm, call_behind, held, least_microseconds
 from autotax.nn.tensor_checks import addend, aligned, plain, recorded, require_apart, require_no_tangent, require_recordable
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.all_reduce_norm import MOST as MOST_NORMED
-from autotax.operators.all_reduce_norm import AllReduceNorm as Shape
+from autotax.operators.all_reduce_norm import AllReduceNorm as NormProblem
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
 Several = Sequence[Tensor]
@@ -462,7 +462,8 @@ class LinearAllReduce(RowParallelLinear):
     """y = the sum over the ranks of x @ weight.T, + bias: x [m, ..., k] on each rank, to [m, ..., n] on all, for decoding.
 
     Like LinearReduceScatter, but for any number of rows. The gradient of the result must be the same on all ranks, as it is if
-    all compute the same loss from it. Then the gradient of x needs no other rank, and bias and residual have the result's.
+    all compute the same loss from it. Then no gradient needs another rank. The residual's gradient is the result's, and
+    the bias's is its sum over the rows.
     """
 
     OUTPUT = "replicated"
@@ -509,11 +510,11 @@ class LinearAllReduce(RowParallelLinear):
             problems = [norm.behind(k, rows) for rows in self._sizes() if rows <= MOST_NORMED]
             whole = winners_behind(self, problems, hardware, notes)
         kernels = super()._operators([*requested, *whole], hardware, notes)
-        self._whole = {kernel.problem.m: kernel for kernel in kernels if kernel.problem.op == Shape.op}
-        return [kernel for kernel in kernels if kernel.problem.op != Shape.op]
+        self._whole = {kernel.problem.m: kernel for kernel in kernels if kernel.problem.op == NormProblem.op}
+        return [kernel for kernel in kernels if kernel.problem.op != NormProblem.op]
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
-        if not isinstance(problem, Shape):
+        if not isinstance(problem, NormProblem):
             yield from super()._rehearsals(problem)
             return
         weight = plain("weight", self.weight.detach())

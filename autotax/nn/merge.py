@@ -39,7 +39,7 @@ from autotax.nn.tensor_checks import (
     resolved,
     small,
 )
-from autotax.operators.decode_merge import DecodeMerge as Shape
+from autotax.operators.decode_merge import DecodeMerge as MergeProblem
 
 Call = Callable[..., Any]
 Known = tuple[Call, int, torch.Size, torch.Size, int, int, Accepted, Accepted]
@@ -68,9 +68,9 @@ class DecodeMerge(SizedModule):
     """
 
     SIZE = "batch"
-    _most: Shape
+    _most: MergeProblem
     _known: dict[torch.Size, Known]
-    _unwanted: Tensor
+    _scratch_lse: Tensor
     """Receives the merged LSE when the caller does not request it."""
 
     def __init__(
@@ -97,14 +97,14 @@ class DecodeMerge(SizedModule):
         self.prepare()
 
     def _blank(self) -> dict[str, Any]:
-        return super()._blank() | {"_unwanted": None}
+        return super()._blank() | {"_scratch_lse": None}
 
-    def _greatest(self, dtype: str) -> Shape:
+    def _greatest(self, dtype: str) -> MergeProblem:
         max_batch, heads, head_dim, output, base, *_ = self._asked
-        return Shape(max_batch, heads, head_dim, dtype, self.world_size, output, base)
+        return MergeProblem(max_batch, heads, head_dim, dtype, self.world_size, output, base)
 
     def _make_plain(self) -> PlainMerge:
-        self._unwanted = torch.empty(self._most.batch, self.out_heads, dtype=torch.float32, device=self._device)
+        self._scratch_lse = torch.empty(self._most.batch, self.out_heads, dtype=torch.float32, device=self._device)
         return PlainMerge(self._world, scatter=self._most.output == "head_scatter", base=self._most.base)
 
     @property
@@ -115,11 +115,11 @@ class DecodeMerge(SizedModule):
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         """Other numbers of tokens and other strides of LSE need no further compilation."""
-        assert isinstance(problem, Shape)
+        assert isinstance(problem, MergeProblem)
         o = torch.empty(problem.batch, problem.heads, problem.head_dim, dtype=self._dtype, device=self._device)
         lse = o.new_empty(problem.batch, problem.heads, dtype=torch.float32)
         out = o.new_empty(problem.batch, problem.out_heads, problem.head_dim)
-        tensors = o, lse, self._unwanted[: problem.batch], out
+        tensors = o, lse, self._scratch_lse[: problem.batch], out
         yield problem, tensors
         if self._masked:
             held = tuple(torch.zeros(1 + more, dtype=torch.int32, device=self._device) for more in (0, 1))
@@ -142,8 +142,8 @@ class DecodeMerge(SizedModule):
         [..., out_heads], in `merged_lse` if given. Leading dimensions are query tokens, for instance [batch, queries]. A row
         whose lse is -inf, +inf or NaN is empty, whatever o holds there. A row that is empty on all ranks is 0, with lse -inf.
 
-        A `masked` module may be told which rows are empty instead: `seq_lens` int32 [sequences], how many tokens of each this
-        rank holds, and `query_start_loc` int32 [sequences + 1], the first query token of each and the end. If this
+        A `masked` module takes the empty rows from two tensors instead: `seq_lens` int32 [sequences], how many tokens of each
+        this rank holds, and `query_start_loc` int32 [sequences + 1], the first query token of each and the end. If this
         rank holds no tokens of a sequence, the rows of the sequence are empty. Rows after the last sequence are always empty.
 
         lse may have any strides. Enqueues on the current stream of the module's device; every rank must make the same calls in
@@ -228,7 +228,7 @@ class DecodeMerge(SizedModule):
             elif requested:
                 merged = lse.new_empty(*lse_shape)
             else:
-                merged = self._unwanted[:tokens]
+                merged = self._scratch_lse[:tokens]
         except (RuntimeError, AttributeError) as error:
             rows = {"seq_lens": seq_lens, "query_start_loc": query_start_loc}
             return self.run(*resolved(error, o=o, lse=lse, out=out, merged_lse=merged, **rows), requested=requested)

@@ -43,7 +43,7 @@ from autotax.nn.tensor_checks import (
     small,
 )
 from autotax.operators.all_reduce_norm import EPS, GROUP
-from autotax.operators.all_reduce_norm import AllReduceNorm as Shape
+from autotax.operators.all_reduce_norm import AllReduceNorm as NormProblem
 from autotax.operators.inputs import EIGHT_BITS
 
 REPEATED = 8
@@ -75,7 +75,7 @@ class AllReduceNorm(SizedModule):
     """
 
     SIZE = "m"
-    _most: Shape
+    _most: NormProblem
     _known: dict[torch.Size, Known]
     _ordinal: int
     _alone: Call
@@ -110,11 +110,11 @@ class AllReduceNorm(SizedModule):
     def _besides(self) -> str:
         return f"eps={self._eps!r}"
 
-    def _greatest(self, dtype: str) -> Shape:
+    def _greatest(self, dtype: str) -> NormProblem:
         if not (isinstance(self._eps, int | float) and 0 < self._eps < math.inf):
             raise UsageError(f"eps is {self._eps}; it must be a number above 0: give such a one")
         max_m, hidden, residual, quant, offset, *_ = self._asked
-        return Shape(max_m, hidden, dtype, self.world_size, residual, quant, offset)
+        return NormProblem(max_m, hidden, dtype, self.world_size, residual, quant, offset)
 
     def _make_plain(self) -> PlainNorm:
         plain_norm = PlainNorm(self._world, self._most, self._device)
@@ -137,7 +137,7 @@ class AllReduceNorm(SizedModule):
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         """Other numbers of rows need no further compilation."""
-        assert isinstance(problem, Shape)
+        assert isinstance(problem, NormProblem)
         read, written = self.forms(torch.Size((problem.m, problem.hidden)))
         made = {name: torch.empty(*form[:1], dtype=form[1], device=self._device) for name, form in (read | written).items()}
         yield problem, in_order(**made)
@@ -296,7 +296,7 @@ class AllReduceNorm(SizedModule):
         """The epsilon of calls."""
         return self._eps
 
-    def behind(self, k: int, rows: int, scales: str = "none", quantize: str = "none") -> Shape:
+    def behind(self, k: int, rows: int, scales: str = "none", quantize: str = "none") -> NormProblem:
         """The problem of a call with `rows` rows behind a product with inner dimension k on each rank."""
         return replace(self._most, m=rows, k=k, scales=scales, quantize=quantize)
 
@@ -381,7 +381,7 @@ def held(norm: AllReduceNorm | None) -> tuple[AllReduceNorm, ...]:
 
 
 def winners_behind(
-    layer: Any, problems: Sequence[Shape], hardware: Hardware, notes: list[str]
+    layer: Any, problems: Sequence[NormProblem], hardware: Hardware, notes: list[str]
 ) -> list[tuple[Problem, Config]]:
     """The tuned configs of norms behind the product of a layer that has a norm. Collective."""
     layer._norm[0].use_from_this_thread()

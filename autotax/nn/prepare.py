@@ -29,7 +29,7 @@ MOST_POLLS = (2**31 - 1) // 4
 SPECIALIZED = 16
 """Triton compiles a kernel anew for an integer that is 1, is a multiple of this, or neither."""
 
-Wanted = tuple[Problem, Config]
+Requested = tuple[Problem, Config]
 
 
 class NoHeap(Heap):
@@ -57,7 +57,7 @@ class Prepared:
         self,
         world: World,
         hardware: Hardware,
-        requested: Sequence[Wanted],
+        requested: Sequence[Requested],
         rehearse: Callable[[Problem], Iterable[tuple[Problem, tuple[Tensor, ...]]]],
     ) -> None:
         """`rehearse` gives, for the problem of an operator, problems that fit it and tensors for a call of each."""
@@ -75,7 +75,7 @@ class Prepared:
             self._make(context, *pair, rehearse) if ok else None for ok, pair in zip(possible, requested, strict=True)
         ]
 
-    def _open(self, world: World, hardware: Hardware, requested: Sequence[Wanted]) -> tuple[list[int], Heap]:
+    def _open(self, world: World, hardware: Hardware, requested: Sequence[Requested]) -> tuple[list[int], Heap]:
         """The bytes that each operator takes, and a heap for all of them, or a NoHeap if symmetric memory is missing."""
         needs = [bytes_needed(world, hardware, *pair) for pair in requested]
         if not any(needs):

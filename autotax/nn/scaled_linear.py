@@ -44,7 +44,7 @@ from autotax.nn.tensor_checks import (
 )
 from autotax.operators import registry
 from autotax.operators.all_gather_gemm import AllGatherGemm
-from autotax.operators.all_reduce_norm import AllReduceNorm as Shape
+from autotax.operators.all_reduce_norm import AllReduceNorm as NormProblem
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.scaled import ACCUMULATE, FEW_ROWS, GROUP, SCALES_OF, laid_out, scales_shape
 
@@ -285,7 +285,7 @@ class ScaledLinear(ScaledNormed):
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         rows = self._rows_of(problem)
-        if isinstance(problem, Shape):
+        if isinstance(problem, NormProblem):
             yield from self._rehearsals_of_normed(problem)
             return
         step = self.world_size if self.kind == "reduce_scatter" else 1

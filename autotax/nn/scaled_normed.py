@@ -20,7 +20,7 @@ from autotax.nn.groups import on_device
 from autotax.nn.norm import AllReduceNorm, call_behind, least_microseconds, norm_behind, winners_behind
 from autotax.nn.tensor_checks import require_no_tangent
 from autotax.operators.all_reduce_norm import MOST
-from autotax.operators.all_reduce_norm import AllReduceNorm as Shape
+from autotax.operators.all_reduce_norm import AllReduceNorm as NormProblem
 
 
 class ScaledNormed(Module):
@@ -113,10 +113,10 @@ class ScaledNormed(Module):
 
     def _without_normed(self, kernels: list[Any]) -> list[Any]:
         """Keeps the kernels of the product, the sum and the norm for `normed`, and returns the others."""
-        self._whole = {kernel.problem.m: kernel for kernel in kernels if kernel.problem.op == Shape.op}
-        return [kernel for kernel in kernels if kernel.problem.op != Shape.op]
+        self._whole = {kernel.problem.m: kernel for kernel in kernels if kernel.problem.op == NormProblem.op}
+        return [kernel for kernel in kernels if kernel.problem.op != NormProblem.op]
 
-    def _rehearsals_of_normed(self, problem: Shape) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
+    def _rehearsals_of_normed(self, problem: NormProblem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         norm = self._norm[0]
         for rows in dict.fromkeys(count for count in (problem.m, problem.m - 1, 1) if count):
             *operands, _ = self._tensors(self.problem(rows))

@@ -167,8 +167,8 @@ class Operator(Generic[P]):
         The latency model learns from them; None means no such model.
         """
         self.stricter: Callable[[P], tuple[P, float] | None] = lambda _: None
-        """For a problem that permits more than another: that other one, whose winners serve it too, and the part of their
-        speed-up over BSP that is expected to be left.
+        """Maps a problem to a stricter one and a share, or to None. Winners of the stricter problem also serve this one. The
+        share is the part of their speed-up over BSP that is expected to remain.
         """
         self.behind: Place = "product"
         """The work before its calls in a model, and so in place: a product, or a norm of sums over the ranks.

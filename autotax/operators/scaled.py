@@ -280,13 +280,13 @@ def library_product(
     torch._scaled_mm(a, b.t(), scales_a, scales_b, out_dtype=out.dtype, use_fast_accum=fast, out=out)
 
 
-def scales_of(values: Tensor, quantize: str, most: float = float("inf")) -> Tensor:
+def scales_of(values: Tensor, quantize: str) -> Tensor:
     """The scales of A [rows, k] with quantize `row` or `block`, in the layout of kernels; see `kernels.scaled_product`."""
     import torch
 
     held = values.float()
     if quantize == "row":
-        largest = held.abs().amax(-1, keepdim=True).clamp_max(most)
+        largest = held.abs().amax(-1, keepdim=True)
     else:
         largest = held.abs().view(len(held), -1, GROUP).amax(-1).clamp_min(LEAST_BLOCK)
     # On GPUs torch divides by a number as if it multiplied by the inverse, which is off by a bit. Some rows have many values

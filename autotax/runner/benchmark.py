@@ -285,8 +285,8 @@ class Bench:
         return self.on_gpu and self.candidate.conditions.launch == "graph"
 
     @property
-    def extends(self) -> bool:
-        """Whether a sample has enough calls to make the cost of its start negligible."""
+    def lengthens_samples(self) -> bool:
+        """Whether a sample gets so many calls that the cost of its start is negligible."""
         return self.captured and not self.candidate.conditions.skew_us
 
     def replay(self) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 from autotax.core.config import Config
 from autotax.core.errors import MachineError, UsageError, joined
 from autotax.core.problem import Problem
-from autotax.hardware import HARDWARE_QUEUES, LOOPBACK, Hardware, check_loopback, check_world_size
+from autotax.hardware import Hardware, check_loopback, check_world_size
 from autotax.operators import loaded, registry
 from autotax.runner.measurement import (
     REFERENCES,
@@ -37,7 +37,7 @@ from autotax.runner.measurement import (
     look_amd,
 )
 from autotax.runner.precompile import CompileAhead
-from autotax.runner.processes import INTERPRETED, Child, ForkServer, disk_is_full, full_disk, tells_of_full_disk
+from autotax.runner.processes import Child, ForkServer, disk_is_full, full_disk, rank_environment, tells_of_full_disk
 from autotax.software import Environment
 
 # The group of rank processes, seen from the tuner: started together, answering together, killed together. Nothing is left behind,
@@ -116,8 +116,9 @@ class RankPool:
         """
         self.kill()
         check_loopback()
+        variables = rank_environment(self.hardware.backend)
         for rank in range(self.world_size):
-            self.ranks.append(_Rank(rank, self.server.child("autotax.runner.rank_worker", (), self._environment())))
+            self.ranks.append(_Rank(rank, self.server.child("autotax.runner.rank_worker", (), variables)))
 
         from autotax.heap.world import Meeting  # only now: the fork server imports torch at the same time
 
@@ -176,14 +177,6 @@ class RankPool:
             self.kill()
         finally:
             self.server.close()
-
-    def _environment(self) -> dict[str, str]:
-        alike = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK)
-        if self.hardware.backend == "rocm":
-            # Streams share hardware queues. A copy queued behind a kernel that waits for this copy, in the same queue, would
-            # never begin.
-            return alike | {"GPU_MAX_HW_QUEUES": os.environ.get("GPU_MAX_HW_QUEUES", str(HARDWARE_QUEUES))}
-        return alike if self.hardware.on_gpu else alike | INTERPRETED | {"CUDA_VISIBLE_DEVICES": ""}
 
     def _collect(self, silence_s: float, total_s: float, until: float, first: Callable[[], None] | None = None) -> list[Any]:
         """One answer from each rank, after `first`; else kills the group and raises GroupLost, TimeIsUp or MachineError."""
@@ -251,8 +244,7 @@ class RankPool:
 
 # The runner.
 
-GPU_DEADLINE_S = 60.0
-CPU_DEADLINE_S = 60.0
+DEADLINE_S = 60.0
 MOST_COMPILERS = 16
 FORESIGHT = 8
 """Initial number of configs requested in advance, small enough for the search to learn in between. It grows by one each time the
@@ -263,8 +255,13 @@ CPU_HEAP_BYTES = 256 << 20
 STARTS = 3
 """Attempts to start ranks, with longer and longer pauses."""
 PAUSE_S = 2.0
-TRIAL = 2
+MOST_OF_TRIAL = 2
 """Most candidates of a job of the search. They are compiled ahead; finalists have been compiled before."""
+
+
+def heap_bytes(hardware: Hardware) -> int:
+    """Bytes of the symmetric heap of a rank: at most an eighth of a GPU's memory."""
+    return min(GPU_HEAP_BYTES, hardware.memory_gib << 27) if hardware.on_gpu else CPU_HEAP_BYTES
 
 
 class LiveRunner:
@@ -287,11 +284,10 @@ class LiveRunner:
         check_world_size(hardware, world_size)
         modules = tuple(dict.fromkeys((*loaded(), *modules)))
         self.hardware = hardware
-        self.deadline_s = deadline_s or (GPU_DEADLINE_S if hardware.on_gpu else CPU_DEADLINE_S)
-        heap_bytes = min(GPU_HEAP_BYTES, hardware.memory_gib << 27) if hardware.on_gpu else CPU_HEAP_BYTES
+        self.deadline_s = deadline_s or DEADLINE_S
         spare = (os.cpu_count() or 1) - world_size - 1
         server, workers = ForkServer(), min(MOST_COMPILERS, spare)
-        self.pool = RankPool(hardware, world_size, heap_bytes, modules, server)
+        self.pool = RankPool(hardware, world_size, heap_bytes(hardware), modules, server)
         self.compilers = CompileAhead(hardware, workers, modules, server=server) if hardware.on_gpu and spare > 0 else None
         self.restarts = 0
         self.foresight = FORESIGHT if self.compilers else 1
@@ -336,7 +332,7 @@ class LiveRunner:
         if not candidates:
             return []
         conditions = [self._conditions(problem, candidate) for candidate in candidates]
-        if self.compilers and len(candidates) <= TRIAL:
+        if self.compilers and len(candidates) <= MOST_OF_TRIAL:
             for candidate in candidates:
                 ahead = self.compilers.outcome(problem, candidate.config)
                 if tells_of_full_disk(ahead.error):

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from autotax.core.errors import MachineError, causes
+from autotax.hardware import HARDWARE_QUEUES, LOOPBACK
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
@@ -51,6 +52,16 @@ def die_with_parent(name: str) -> None:
 def python_of(module: str, *arguments: str) -> list[str]:
     # -P: files in the user's folder must not shadow modules of the same name.
     return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def rank_environment(backend: str) -> dict[str, str]:
+    """The environment variables of a rank. Libraries read them on import, so they must be set before the process exists."""
+    alike = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK)  # the host name may not resolve
+    if backend == "rocm":
+        # Streams share hardware queues. A copy queued behind a kernel that waits for this copy, in the same queue, would never
+        # begin.
+        return alike | {"GPU_MAX_HW_QUEUES": os.environ.get("GPU_MAX_HW_QUEUES", str(HARDWARE_QUEUES))}
+    return alike | INTERPRETED | {"CUDA_VISIBLE_DEVICES": ""} if backend == "cpu" else alike
 
 
 def environment_with(ours: Mapping[str, str]) -> dict[str, str]:

@@ -61,20 +61,20 @@ class Stages:
     def run(self, stage: str, action: Callable[[], Any], label: str | None = None) -> Outcome:
         """Does one stage and agrees with the peers on how it went. Collective. Raises Fault, and errors about a full disk."""
         self.tell(label or stage)
-        status, error, figure = "ok", None, None
+        status, message, figure = "ok", None, None
         started = time.perf_counter()
         try:
             figure = action()
-        except Exception as problem:
-            if full_disk(problem):
+        except Exception as error:
+            if full_disk(error):
                 raise
-            status = _classify(problem, stage)
+            status = _classify(error, stage)
             of_code = status in ("crash", "compile_error")
-            error = f"{stage}: " + (described(problem) if of_code else f"{type(problem).__name__}: {str(problem)[-LONGEST:]}")
+            message = f"{stage}: " + (described(error) if of_code else f"{type(error).__name__}: {str(error)[-LONGEST:]}")
             if status in ("crash", "out_of_resources") and stage not in LOCAL:  # after other errors no peer waits
-                self._tell(Raised(status, error))
+                self._tell(Raised(status, message))
             if status == "crash" and self.world.device.type == "cuda" and not _device_answers():
-                raise Fault(error) from problem
+                raise Fault(message) from error
         seconds = time.perf_counter() - started
         value = figure if isinstance(figure, float) else math.nan
         statuses, values = zip(*self.world.gather((status, value), tuple[str, float]), strict=True)
@@ -82,7 +82,7 @@ class Stages:
         if gravest == "out_of_resources":
             free_device_memory(self.world)
         # Reports errors of the ranks with the worst status only; the others merely timed out.
-        return Outcome(gravest, error if status == gravest else None, seconds, values)
+        return Outcome(gravest, message if status == gravest else None, seconds, values)
 
 
 def free_device_memory(world: World) -> None:
@@ -230,7 +230,7 @@ class Session:
         trial.estimate_us = max(self.world.gather(estimate_us, float))
         calls = bench.least_calls(trial.estimate_us)
         trial.take(self._stage(index, "capture", partial(bench.capture, calls, trial.estimate_us)))
-        if trial.alive and bench.extends:  # the first estimate is from eager calls
+        if trial.alive and bench.lengthens_samples:  # the first estimate is from eager calls
             replayed = self._stage(index, "replay", bench.replay)
             trial.take(replayed)
             if trial.alive:

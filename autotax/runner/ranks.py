@@ -30,7 +30,7 @@ from unittest import mock
 from autotax.heap.triton_interpreter import patch_interpreter
 from autotax.heap.world import Meeting, World, meet
 from autotax.operators import load
-from autotax.runner.processes import INTERPRETED
+from autotax.runner.processes import INTERPRETED, rank_environment
 
 GRACE = 3.0
 """Seconds for the other ranks to report once one has failed."""
@@ -91,7 +91,7 @@ class Ranks:
     def _start(self) -> None:
         self._meeting = Meeting()
         # Libraries read their variables on import, so these must be set before the process exists.
-        with mock.patch.dict(os.environ, _environment(self.backend)):
+        with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"} | rank_environment(self.backend)):
             context = _how_to_start()
             for rank in range(self.world_size):
                 here, remote = context.Pipe()
@@ -136,15 +136,6 @@ def run_ranks(function: Callable[..., Any], world_size: int, backend: str = "cpu
     """`function(world, *args)` on `world_size` new processes; their results in rank order. Raises RankFailure."""
     with Ranks(world_size, backend) as ranks:
         return ranks.run(function, *args, timeout=timeout)
-
-
-def _environment(backend: str) -> dict[str, str]:
-    return {
-        "TRITON_INTERPRET": "1" if backend == "cpu" else "0",
-        "OMP_NUM_THREADS": "1",
-        # The host name may not resolve where tests run.
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
 
 
 def _how_to_start() -> SpawnContext | ForkServerContext:

@@ -1,7 +1,8 @@
-"""The yardstick, a fixed piece of local work next to the samples. Its time shows the current speed of a rank's device.
+"""How a job takes its samples: the yardstick beside them, and the order of candidates.
 
-The work needs no other rank. So a slow rank, lowered clocks or a shared machine show in it and are not mistaken for a property of
-a candidate. The minimum over the repeats suppresses transient noise.
+The yardstick is a fixed piece of local work. Its time shows the current speed of a rank's device. It needs no other rank. So a
+slow rank, lowered clocks or a shared machine show in it and are not mistaken for a property of a candidate. The minimum over the
+repeats suppresses transient noise.
 """
 
 from __future__ import annotations
@@ -278,7 +279,9 @@ class BalancedOrder:
 
 
 def designs(rows: int) -> list[list[int]]:
-    """Rounds in which each ordered pair is adjacent equally often: see the module."""
+    """The rounds of a Williams design (E. J. Williams, 1949). If `rows` is even, each ordered pair is adjacent in exactly one
+    round. If it is odd, the last row opens every round, and the others follow in an even design.
+    """
     even = rows - rows % 2
     start = [even] if rows % 2 else []
     zigzag = [(place + 1) // 2 * (1 if place % 2 else -1) for place in range(even)]

@@ -25,10 +25,10 @@ class Surroundings:
     is read.
 
     With `reduce_scatter` the collective library's reduce-scatter and a norm follow the product, as they precede the all-gather of
-    a layer with sequence parallelism. Their few rows have the same number on each of `world_size` ranks. The weight of a product
-    then takes half of `nbytes`, and there are six. Such a product leaves little of the library in the cache, as those of a model
-    do: else the reduce-scatter would be faster without the calls, and the calls would pay for that. With two weights parts of
-    them stayed in an L2 that does not replace what is oldest.
+    a layer with sequence parallelism. Their few rows have the same number on each of `world_size` ranks. Then there are
+    six weights of half of `nbytes` each. Such a product evicts the library from the cache, as a model's products do. Otherwise
+    the reduce-scatter would be faster without the calls, and the calls would be charged for that. Two weights were too few: an L2
+    that does not evict its oldest lines kept parts of them.
     """
 
     def __init__(

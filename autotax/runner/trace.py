@@ -26,7 +26,7 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import MachineError, UsageError
 from autotax.core.problem import Problem
-from autotax.hardware import Hardware, check_memory, check_world_size, detect
+from autotax.hardware import Hardware, check_problems, detect
 from autotax.operators import loaded
 
 if TYPE_CHECKING:
@@ -159,8 +159,7 @@ def trace(
     from autotax.spaces import space_for
 
     hardware = detect(backend)
-    check_world_size(hardware, problem.world_size)
-    check_memory(hardware, problem)
+    check_problems([problem], hardware)
     if config is None:
         answer = lookup(problem, hardware=hardware, db=db, conditions=conditions)
         config = Config(answer.variant, answer.params)
@@ -189,13 +188,12 @@ def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardw
     from autotax.kernels.offline import fix_cache_keys
     from autotax.operators.verification import make_inputs, reference, relative_error, tolerance
     from autotax.runner.device_timestamps import Stamps, stamping
-    from autotax.runner.local_runner import CPU_HEAP_BYTES, GPU_HEAP_BYTES
+    from autotax.runner.local_runner import heap_bytes
     from autotax.runner.rank_worker import open_context
 
     if hardware.on_gpu:
         fix_cache_keys()
-    heap_bytes = min(GPU_HEAP_BYTES, hardware.memory_gib << 27) if hardware.on_gpu else CPU_HEAP_BYTES
-    context = open_context(world, hardware, heap_bytes)
+    context = open_context(world, hardware, heap_bytes(hardware))
     inputs = make_inputs(problem, 0, world.rank, world.device)
     operator = prepare(problem, config, context)
     context.heap.check()

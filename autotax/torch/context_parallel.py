@@ -21,7 +21,7 @@ from torch import Tensor
 from autotax.core.errors import UsageError
 from autotax.nn.consensus import DTYPES
 from autotax.nn.gather_attention import GatherAttention
-from autotax.operators.problems import GatherAttention as Shape
+from autotax.operators.problems import GatherAttention as AttentionProblem
 from autotax.torch.plans import Call, NotTaken, plan_of
 
 ATTENTION = "context_parallel_attention"
@@ -36,13 +36,13 @@ class AttentionKernels(GatherAttention):
     """The kernels for one problem."""
 
     @classmethod
-    def of(cls, problem: Shape, group: dist.ProcessGroup, **settings: Any) -> Self:
+    def of(cls, problem: AttentionProblem, group: dist.ProcessGroup, **settings: Any) -> Self:
         sizes = problem.kv_heads, problem.q_heads, problem.head_dim, problem.seq_len
         dtype = next(dtype for dtype, name in DTYPES.items() if name == problem.dtype)
         causal, layout = problem.mask == "causal", problem.layout
         return cls(*sizes, group, dtype, max_batch=problem.batch, causal=causal, layout=layout, **settings)
 
-    def kernel_for(self, problem: Shape) -> Any:
+    def kernel_for(self, problem: AttentionProblem) -> Any:
         """The module itself, whose `config` is that of its kernel."""
         return self if self._choose(problem)[0].KEEPS_LSE else None
 
@@ -56,7 +56,7 @@ class AttentionCall(Call):
     """One kind of call of torch's function."""
 
     KERNELS: ClassVar[Any] = AttentionKernels
-    problem: Shape
+    problem: AttentionProblem
 
     @classmethod
     def of(
@@ -77,11 +77,11 @@ class AttentionCall(Call):
         (batch, q_heads, tokens, dim), layout = q.shape, "zigzag" if causal and balanced else "contiguous"
         mask = "causal" if causal else "none"
         try:
-            return cls(Shape(batch, q_heads, k.shape[1], dim, tokens * ranks, DTYPES[q.dtype], ranks, mask, layout))
+            return cls(AttentionProblem(batch, q_heads, k.shape[1], dim, tokens * ranks, DTYPES[q.dtype], ranks, mask, layout))
         except UsageError as error:
             raise NotTaken(str(error)) from None
 
-    def sizes(self) -> tuple[Shape]:
+    def sizes(self) -> tuple[AttentionProblem]:
         return (self.problem,)
 
     def run(self, kernel: AttentionKernels, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -51,12 +51,10 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
     return ordered[rank], ordered[count - 1 - rank]
 
 
-def speedup(
-    baseline: Sequence[float], candidate: Sequence[float], confidence: float = CONFIDENCE
-) -> tuple[float, tuple[float, float]]:
+def speedup(baseline: Sequence[float], candidate: Sequence[float]) -> tuple[float, tuple[float, float]]:
     """How many times faster the candidate is: the median of the paired ratios, and its interval."""
     ratios = [ratio(b, c) for b, c in zip(baseline, candidate, strict=True)]
-    return statistics.median(ratios), median_interval(ratios, confidence)
+    return statistics.median(ratios), median_interval(ratios)
 
 
 def ratio(baseline: float, candidate: float) -> float:
@@ -213,9 +211,9 @@ def run_finalists(
     if not any(candidate.config.variant == "bsp" for candidate in candidates):
         return None, []
     total = _qualified(measure, candidates, reserves, replace(ROUND_EFFORT, soak=soak), suspects)
-    decision = decide(space, _standing(total))
+    decision = decide(space, _comparable(total))
     for done in range(1, MOST_JOBS):
-        standing = [m.candidate for m in _standing(total)]
+        standing = [m.candidate for m in _comparable(total)]
         if decision is None or len(standing) < 2 or (done >= FEWEST_JOBS and not _open(decision)):
             break
         try:
@@ -225,7 +223,7 @@ def run_finalists(
         if not measured:
             break
         total |= {m.candidate: _extend(total[m.candidate], m) for m in measured}
-        decision = decide(space, _standing(total))
+        decision = decide(space, _comparable(total))
     return decision, list(total.values())
 
 
@@ -246,7 +244,7 @@ def _qualified(
         total |= measured
         called += len(measured) - len(failed)
     if called:  # their samples come from separate jobs and are not paired with the others
-        again = _together(measure, [m.candidate for m in _standing(total)], replace(effort, soak=0))
+        again = _together(measure, [m.candidate for m in _comparable(total)], replace(effort, soak=0))
         if not again:  # unpaired samples cannot be compared, so only the candidates of the first job stay
             return {candidate: m for candidate, m in total.items() if candidate in first or m.status != "ok"}
         total |= {m.candidate: _beside(total[m.candidate], m) for m in again}
@@ -274,8 +272,8 @@ def _together(measure: Measure, candidates: Candidates, effort: Effort) -> list[
     return []
 
 
-def _standing(total: Mapping[Candidate, Measurement]) -> list[Measurement]:
-    """Drops measurements without a positive figure: such calls are so short that the noise exceeds them."""
+def _comparable(total: Mapping[Candidate, Measurement]) -> list[Measurement]:
+    """The measurements that succeeded with a positive figure. A figure of zero or less means that noise exceeds the call."""
     return [m for m in total.values() if m.status == "ok" and m.latency_us is not None and m.latency_us > 0.0]
 
 

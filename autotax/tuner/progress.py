@@ -86,7 +86,9 @@ class Verdict:
     baseline: Measurement | None
     """The best BSP config, measured in the same round as the winner."""
     tie: bool
-    """Whether no config was significantly faster than BSP. Then BSP wins, being simpler."""
+    """Whether BSP won although another config may be faster: none is faster with confidence, and the interval of at least one
+    reaches above 1.
+    """
     standings: tuple[Standing, ...] = ()
     """All verified finalists, fastest first."""
     trials: Mapping[str, int] = field(default_factory=dict)

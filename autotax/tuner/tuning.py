@@ -143,8 +143,9 @@ class _Run:
         """Reports variants without trials, for instance new ones after earlier runs have used the budget."""
         untried = sorted(set(self.space.variants) - {measurement.config.variant for measurement in self.measured})
         if untried and len(self.measured) >= self.settings.trials:
-            used = f"earlier runs have used the budget of {self.settings.trials} trials: give more --trials"
-            self.ledger.notice(f"{', '.join(untried)} not tried, as the sources are now, for {used}")
+            used = f"earlier runs used all {self.settings.trials} trials"
+            names = ", ".join(untried)
+            self.ledger.notice(f"{used}, so the present sources of {names} were not tried: give more --trials")
 
     def _open_search(self) -> Search:
         _, hardware, environment = self.ledger.key
@@ -171,7 +172,7 @@ class _Run:
         self._challenge(best)
         coming: list[Config] = []
         try:
-            while len(self.measured) < self.settings.trials and self._in_time() and not self._won():
+            while len(self.measured) < self.settings.trials and self._in_time() and not self._gain_is_small():
                 if not coming:
                     self._look_ahead(coming)
                 if not coming:
@@ -220,7 +221,7 @@ class _Run:
         trial_s = (self.accounts.seconds - (self.first_s or 0.0)) / later if later > 0 else self.accounts.seconds
         return Paces(trial_s, (best.latency_us or 0.0) / 1e6 if best else 0.0, self.hardware.on_gpu)
 
-    def _won(self) -> bool:
+    def _gain_is_small(self) -> bool:
         """Whether the search ends early because the expected gain of more trials is too small."""
         gain, least = self.accounts.gain, self.settings.ends_below
         if gain is None or least is None or gain >= least:

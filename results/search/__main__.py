@@ -156,12 +156,13 @@ def record(what: ProblemOptions, deployed: DeployOptions, how: RecordOptions, wh
         raise UsageError("no file given; a path is needed, such as landscapes.json.gz: give one as --file")
     refuse_unwritable(how.file)
     trials = _checked("trials", how.trials)
-    from autotax.api import check, ranks
+    from autotax.api import ranks
+    from autotax.hardware import check_problems
     from results.search.record import record as make
 
     hardware = where.hardware()
     problem = what.problem(hardware)
-    check([problem], hardware)
+    check_problems([problem], hardware)
     with ranks(hardware, problem.world_size, how.seed) as runner:
         counts = make(problem, hardware, runner, runner.environment, deployed.conditions(hardware), trials, how.seed, how.file)
     tally = ", ".join(f"{count} {status}" for status, count in counts.items())

@@ -36,7 +36,7 @@ def test_ranks_exchange_values_of_a_type_and_refuse_others_together() -> None:
     assert first == second
     right, pairs, none, mistyped, large, thing, surrogate, floats = first
     assert right == ["short", "y" * 5000] and pairs == [("", 1), ("ä" * exchange.FIRST, 2**40)] and none == [None, "why"]
-    assert mistyped.startswith("what rank 1 tells the others is no int")
+    assert mistyped.startswith("what rank 1 sends is no int")
     assert "rank 1" in large and f"at most {exchange.LARGEST}" in large
     assert thing.startswith("rank 0 cannot encode") and surrogate.startswith("rank 0 cannot encode")
     assert floats == [1.5, float("inf")]

@@ -57,8 +57,8 @@ def test_every_trial_and_the_run_say_their_conditions(store: Store) -> None:
 @pytest.mark.parametrize(
     ("conditions", "words"),
     [
-        (Conditions("graph", "warm"), "mode is 'graph'; CPU ranks know eager calls and in-place"),
-        (EAGER, "l2 is 'cold'; CPU ranks know"),
+        (Conditions("graph", "warm"), "mode is 'graph'; CPU ranks have eager calls and in-place"),
+        (EAGER, "l2 is 'cold'; CPU ranks have no L2"),
     ],
 )
 def test_cpu_ranks_refuse_what_they_do_not_know(store: Store, conditions: Conditions, words: str) -> None:
