@@ -86,6 +86,8 @@ def tune(
     """
     hardware = machine.detect(backend)
     check_problems([problem], hardware)
+    if isinstance(variants, str):
+        raise UsageError(f"variants is {variants!r}; it must be a list of names: give [{variants!r}]")
     settings = Settings.of_effort(
         effort, trials=trials, timeout_s=timeout_s, variants=tuple(variants) if variants else None, sampler=sampler, seed=seed,
         paired=paired, soak=soak, resume=resume, conditions=as_deployed(conditions, hardware),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 import autotax
-from autotax.core.conditions import ON_CPU
+from autotax.core.conditions import ON_CPU, Conditions
 from autotax.core.config import Config
 from autotax.core.errors import MARK
 from autotax.db import Store
@@ -83,6 +84,27 @@ def test_without_pandas_a_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(autotax.UsageError, match="pip install pandas"):
         a_verdict().to_frame()
+
+
+P = autotax.DecodeMerge(2, 4, 64, "fp32", 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: autotax.lookup("x"), "problem is 'x'; it must be a problem"),  # type: ignore[arg-type]
+        (lambda: autotax.lookup(P, conditions="eager"), "conditions is 'eager'; it must be of type Conditions"),  # type: ignore[arg-type]
+        (lambda: autotax.lookup(P, hardware="h100"), "hardware is 'h100'; it must be of type Hardware"),  # type: ignore[arg-type]
+        (lambda: autotax.lookup(P, db=3), "db is 3; it must be of type str or Path"),  # type: ignore[arg-type]
+        (lambda: autotax.tune(P, trials="many"), "trials is 'many'; it must be a whole number"),  # type: ignore[arg-type]
+        (lambda: autotax.tune(P, trials=True), "trials is True; it must be a whole number"),
+        (lambda: autotax.tune(P, variants="words"), r"variants is 'words'; .* give \['words'\]"),
+        (lambda: Conditions(skew_us="x"), "skew is 'x'; it must be a number"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_other_types_are_refused_in_a_line(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(autotax.UsageError, match=message):
+        call()
 
 
 @pytest.mark.volume

@@ -49,12 +49,12 @@ class FleetOptions:
         if pairs and engine != "slurm":
             raise UsageError("--slurm given, which is for --on slurm: take it out")
         parameters = {name.lstrip("-"): value if has_value else True for name, has_value, value in pairs}
-        wait_s = seconds_of(self.wait) or 0.0
+        wait_s = seconds_of(self.wait, "wait") or 0.0
         return EngineOptions(engine, address, self.hosts, backend, parameters, self.logs.absolute(), wait_s)
 
     @property
     def lease_s(self) -> float:
-        seconds = seconds_of(self.lease) or 0.0
+        seconds = seconds_of(self.lease, "lease") or 0.0
         if seconds < 5.0:
             raise UsageError(f"lease is {self.lease}; it must be at least 5s: give another --lease")
         return seconds

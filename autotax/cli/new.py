@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
 import re
 import sys
@@ -30,13 +31,15 @@ class SkeletonOptions:
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Its name, of a-z, 0-9, - and _: it names the files, too.", show_default=False)
     ]
-    folder: Annotated[Path, typer.Option("--folder", help="Where to write. Default: here.", metavar="FOLDER")] = Path()
+    folder: Annotated[
+        Path, typer.Option("--folder", help="Where to write. Default: here.", metavar="FOLDER", show_default=False)
+    ] = Path()
 
     def check(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9_-]*", self.name) or keyword.iskeyword(self.module):
             raise UsageError(f"name is {self.name!r}; allowed are a-z, 0-9, - and _ after a letter: give another NAME")
-        if self.module in sys.stdlib_module_names:
-            raise UsageError(f"name is {self.name!r}, which is a module of Python: give another NAME")
+        if self.module in sys.stdlib_module_names or importlib.util.find_spec(self.module):
+            raise UsageError(f"name is {self.name!r}, which is a module here already: give another NAME")
         if not self.folder.is_dir():
             raise UsageError(f"folder {self.folder} is not there: make it, or give another --folder")
 
@@ -77,7 +80,8 @@ def _write(what: SkeletonOptions, host: str, template: str, variants: str = "") 
     words["CLASS"] = "".join(part.title() for part in what.module.split("_"))
     files = {what.folder / f"{what.module}.py": template, what.folder / f"test_{what.module}.py": "test"}
     if existing := [str(path) for path in files if path.exists()]:
-        raise UsageError(f"{' and '.join(existing)} exists: give another NAME, or another --folder")
+        exist = "exist" if len(existing) > 1 else "exists"
+        raise UsageError(f"{' and '.join(existing)} {exist}: give another NAME, or another --folder")
     for path, source in files.items():
         text = re.sub(r"@([A-Z]+)@", lambda match: words[match[1]], (TEMPLATES / f"{source}.txt").read_text())
         try:

@@ -222,14 +222,14 @@ class LimitedOptions(ShapesOptions):
         Settings(timeout_s=seconds_of(self.timeout))
 
 
-def check_variants(names: Sequence[str] | None) -> None:
+def check_variants(names: Sequence[str] | None, remedy: str = "give some of these as --variants") -> None:
     """Raises UsageError for a variant that the named operator lacks, or that no operator has. The machine decides which variants
     a problem has.
     """
     declared = [operators()[op]] if op and op in operators() else operators().values()
     variants = dict.fromkeys(name for operator in declared for name in operator.variants)
     for name in names or ():
-        one_of("variant", name, variants, "give some of these as --variants")
+        one_of("variant", name, variants, remedy)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from autotax.engines.plugin import Published
 
 
+ONE_VARIANT = "give one of these as --variant"
+
+
 @dataclass(frozen=True)
 class LookupOptions:
     """The winners that may answer a look-up, and the form of the answer."""
@@ -57,6 +60,8 @@ class LookupOptions:
 def lookup(what: ProblemOptions, deployed: DeployOptions, how: LookupOptions, where: MachineOptions) -> int:
     """Show the config that the run-time library would use here, and why."""
     what.require()
+    if how.pin and where.as_json:
+        raise UsageError("--pin and --json given; allowed is one of them: take the other out")
     hardware = where.hardware()
     conditions = deployed.conditions(hardware)
     problem = what.problem(hardware)
@@ -64,6 +69,8 @@ def lookup(what: ProblemOptions, deployed: DeployOptions, how: LookupOptions, wh
     from autotax.report import documents, tables
 
     answer = look_up(problem, hardware=hardware, db=where.db, conditions=conditions, allow_stale=how.allow_stale)
+    if how.pin and answer.match == "fallback":
+        say(f"no winner, so this is the bulk-synchronous baseline: {answer.reason}")
     table = documents.pinned(answer) if how.pin else lambda: tables.answer(problem, hardware, answer)
     return where.answer(table, lambda: [documents.of_answer(problem, answer)])
 
@@ -92,7 +99,9 @@ class TrialOptions(ListOptions):
             raise UsageError(f"top is {self.top}; it must be at least 1: give another --top")
         one_of("sort", self.sort, SORTS)
         one_of("status", self.status, TRIAL_STATUSES)
-        check_variants([self.variant] if self.variant is not None else None)
+        check_variants([self.variant] if self.variant is not None else None, ONE_VARIANT)
+        if self.csv and self.errors:
+            raise UsageError("--csv and --errors given; allowed is one of them: take the other out")
 
 
 def winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions) -> int:
@@ -143,6 +152,8 @@ def trials(what: ProblemOptions, which: TrialOptions, where: MachineOptions) -> 
         filters = {"the problem": what.op, "--status": which.status, "--variant": which.variant, "--backend": where.backend}
         _tell_hidden(store, "trials", len(records), filters)
     records = _chosen([trial for trial in records if trial.error] if which.errors else records, which)
+    if which.errors and not records and not where.as_json:
+        say("no such trial failed")
     if which.errors:
         table: Callable[[], Group] | str | None = _errors(records) or None
     else:
@@ -279,7 +290,7 @@ class TraceOptions:
     ] = False
 
     def check(self) -> None:
-        check_variants([self.variant] if self.variant is not None else None)
+        check_variants([self.variant] if self.variant is not None else None, ONE_VARIANT)
         refuse_unwritable(self.file)
 
 

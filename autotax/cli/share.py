@@ -64,6 +64,8 @@ def export(to: ExportOptions, where: MachineOptions) -> int:
     ops, path, backends = to.operators, to.file, where.backends()
     with where.store(create=False) as store:
         entries = store.entries(ops, backends)
+        if not store.exists:
+            raise UsageError(f"there is no database {shown(store.url)}: tune something, or give another --db")
         if not entries:
             raise UsageError(f"database {shown(store.url)} holds no winners of {', '.join(ops)}: tune some, or give another --db")
     write(path, entries, anonymous=to.anonymous)

@@ -234,7 +234,10 @@ def _show(verdict: Verdict, store: Store, where: MachineOptions, resumed: bool) 
         stored = f"the finished trials are stored in {shown(store.url)}" if verdict.trials else "no trial had ended"
         say(f"the time limit came before the verdict; {stored}")
     elif verdict.winner is None:
-        say(f"nothing could be verified for {verdict.problem}: `{listed}` shows why each trial failed")
+        if set(verdict.trials) <= {"ok"}:
+            say(f"no winner for {verdict.problem}: BSP's figure is within noise of zero; `{listed}` shows all trials")
+        else:
+            say(f"nothing could be verified for {verdict.problem}: `{listed}` shows why each trial failed")
 
 
 def _must_work(verdict: Verdict, variants: Sequence[str]) -> list[str]:
@@ -338,5 +341,6 @@ def _plan_table(
     for problem, row in zip(problems, planned, strict=True):
         layers = [row["layers"]] if asking else []
         today = f"{row['match']}: {row['variant']}"
-        table.add_row(f"{problem.op} {problem.brief()}", *layers, str(row["trials"]), today, duration(row["expected_s"]))
+        several = f", {problem.world_size} ranks" if len({other.world_size for other in problems}) > 1 else ""
+        table.add_row(f"{problem.op} {problem.brief()}{several}", *layers, str(row["trials"]), today, duration(row["expected_s"]))
     return table

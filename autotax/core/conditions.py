@@ -32,6 +32,8 @@ class Conditions:
             raise UsageError(f"mode is {self.mode!r}; allowed are {', '.join(MODES)}: give one of these as --mode")
         if self.l2 not in CACHES:
             raise UsageError(f"l2 is {self.l2!r}; allowed are {', '.join(CACHES)}: give one of these as --l2")
+        if not isinstance(self.skew_us, int | float):
+            raise UsageError(f"skew is {self.skew_us!r}; it must be a number of microseconds: give another --skew")
         if not 0.0 <= self.skew_us <= LONGEST_SKEW_US:
             raise UsageError(f"skew is {self.skew_us:g} us; it must be from 0 to {LONGEST_SKEW_US:g}: give another --skew")
         if self.in_place and self.skew_us:

@@ -12,6 +12,7 @@ from pathlib import Path
 from time import time
 
 from autotax.core.conditions import Conditions
+from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.core.terminal import printable
 from autotax.db.answers import Answer, answer, invariant_answer, to_tune
@@ -19,7 +20,7 @@ from autotax.db.records import MissRecord, Place
 from autotax.db.shipped import forget_sources, sources
 from autotax.db.store import Store
 from autotax.db.url import resolve_url
-from autotax.hardware import Hardware, detect
+from autotax.hardware import Hardware, detect, require_problem
 from autotax.software import environment
 
 # Look-ups: the config to run for a problem here, and why. The database is read once, and answers are cached in a dict.
@@ -104,8 +105,21 @@ def _prove(problem: Problem, here: Place, db: str | Path | None, prove: bool | f
         reload()
 
 
+def _check(problem: object, hardware: object, db: object, conditions: object) -> None:
+    """Raises UsageError for arguments of other types."""
+    require_problem(problem)
+    arguments: tuple[tuple[str, object, tuple[type, ...]], ...] = (
+        ("hardware", hardware, (Hardware,)), ("db", db, (str, Path)), ("conditions", conditions, (Conditions,))
+    )  # fmt: skip
+    for name, value, kinds in arguments:
+        if value is not None and not isinstance(value, kinds):
+            taken = " or ".join(kind.__name__ for kind in kinds)
+            raise UsageError(f"{name} is {value!r}; it must be of type {taken}: give one, or leave {name} out")
+
+
 def _ask(question: _Asked) -> tuple[Answer, Tally | None]:
     problem, hardware, db, conditions, allow_stale = question
+    _check(problem, hardware, db, conditions)
     here = _place(hardware, conditions)
     winners = sources(db)
     config = answer(problem, here, winners, allow_stale=allow_stale)

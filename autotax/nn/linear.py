@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -101,10 +101,11 @@ class AllGatherLinear(ParallelLinear):
         columns: tuple[int, ...] = ()
         if not isinstance(weight, Tensor):
             side = 1 if layout == "kn" else 0
-            parts, weight = tuple(weight), _behind_each_other("weight", tuple(weight), side)
+            parts = _several("weight", weight)
+            weight = _behind_each_other("weight", parts, side)
             columns = tuple(part.shape[side] for part in parts)
         if bias is not None and not isinstance(bias, Tensor):
-            bias = _behind_each_other("bias", tuple(bias), 0)
+            bias = _behind_each_other("bias", _several("bias", bias), 0)
         vars(self).update(columns=columns, _keep=bool(keep_gathered))
         super().__init__(
             weight, group, max_m, bias, layout, db, conditions, config, backward_config, sizes, like, check, prove,
@@ -244,6 +245,14 @@ class AllGatherLinear(ParallelLinear):
 
     def _other(self, weight: Tensor, **more: Any) -> Any:
         return LinearReduceScatter(weight, **more)
+
+
+def _several(name: str, tensors: object) -> tuple[Tensor, ...]:
+    """Raises UsageError for anything but several tensors."""
+    several = tuple(tensors) if isinstance(tensors, Iterable) else (tensors,)
+    if not all(isinstance(tensor, Tensor) for tensor in several):
+        raise UsageError(f"{name} is of type {type(tensors).__name__}; it must be a torch.Tensor or a list of them: give one")
+    return several
 
 
 def _behind_each_other(name: str, parts: tuple[Tensor, ...], side: int) -> Tensor:

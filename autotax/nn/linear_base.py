@@ -234,6 +234,8 @@ class ParallelLinear(Module):
         unit = self._unit(ranks)
         most = greatest_rows(max_m, unit)
         k, n = self.sides_of(weight)
+        if self.bias is not None and tuple(self.bias.shape) != (n,):
+            raise UsageError(f"bias is {list(self.bias.shape)}; it must be [{n}], the columns of the weight: give such a one")
         requested = sizes_up_to(most, unit, [most] if once else sizes)
         return [self._problem_of(m, n, k, DTYPES[weight.dtype], ranks) for m in requested]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.hardware import Hardware
+from autotax.hardware import Hardware, require_problem
 from autotax.nn.base import Module, increment_version
 from autotax.nn.consensus import require_alike
 from autotax.nn.tensor_checks import plain, recorded, require_apart, require_no_tangent, require_tensor
@@ -55,7 +55,7 @@ class Tuned(Module):
         prove: bool | float = False,
     ) -> None:
         super().__init__(group, db, check, prove, device)
-        self._problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        self._problems = tuple(problems) if isinstance(problems, Iterable) else (problems,)
         self._asked = conditions, config
         self.prepare(group)
 
@@ -84,6 +84,8 @@ class Tuned(Module):
 
     def _prepared_for(self) -> list[Problem]:
         """The problems to prepare. Raises UsageError."""
+        for problem in self._problems:
+            require_problem(problem)
         return list(self._problems)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:

@@ -214,10 +214,9 @@ def problem_from_dict(values: Mapping[str, Any]) -> Problem:
     allowed = [entry.name for entry in fields(kind)]
     if unknown := sorted(set(arguments) - set(allowed)):
         raise UsageError(f"{name} has no {', '.join(unknown)}; it takes {', '.join(allowed)}: take the others out")
-    try:
-        return kind(**arguments)
-    except TypeError as error:
-        raise UsageError(f"{name} takes {', '.join(allowed)}; {str(error).split('__init__() ')[-1]}: give them all") from None
+    if lacking := [field for field in kind.required() if field not in arguments]:
+        raise UsageError(f"{name} lacks {', '.join(lacking)}; it takes {', '.join(allowed)}: give them all")
+    return kind(**arguments)
 
 
 def _find(name: object) -> Operator[Any] | None:

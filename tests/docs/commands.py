@@ -27,7 +27,7 @@ def document() -> str:
     """The whole page."""
     commands = list(_commands(typer.main.get_command(app.make([])), "autotax"))
     known = {f"--{field.name.replace('_', '-')}" for kind in operators().values() for field in fields(kind.problem)}
-    lines = {name: _lines(command, known) for name, command in commands}
+    lines = {name: _lines(command, known if _takes_sizes(command) else set()) for name, command in commands}
     parts = [HEAD, "## Options of most commands\n", _common(lines), "## Sizes\n", *_sizes()]
     for name, command in commands:
         parts += [f"## {name}\n", " ".join((command.help or "").replace("\f", "").split()) + "\n"]
@@ -35,10 +35,15 @@ def document() -> str:
         if examples := [line.removeprefix("Example: ") for line in epilog if line.startswith("Example: ")]:
             parts.append("```\n" + "\n".join(examples) + "\n```\n")
         own = [line for line in lines[name] if line not in parts[2]]
-        if any(known.intersection(param.opts) for param in command.params):
+        if _takes_sizes(command):
             own.append("- The [sizes](#sizes) of the operator.")
         parts.append("\n".join(own) + "\n" if own else "No other options.\n")
     return filled("\n".join(parts))
+
+
+def _takes_sizes(command: Any) -> bool:
+    """Whether a command takes the options of a problem. Some have one that is called like a field of a problem."""
+    return any("--dtype" in param.opts for param in command.params)
 
 
 def _common(lines: dict[str, list[str]]) -> str:

@@ -216,3 +216,18 @@ def test_a_call_multiplies_by_what_the_weight_is_now(change: Callable[..., None]
         layer(x)
         change(layer, weight)
         assert torch.equal(layer(x), x @ weight.t())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AllGatherLinear(None, None, 8), "weight is of type NoneType"),
+        (lambda: AllGatherLinear([1, 2], None, 8), "weight is of type list"),
+        (lambda: AllGatherLinear(torch.ones(4, 8), None, 8, bias=True), "bias is of type bool"),
+        (lambda: AllGatherLinear(torch.ones(4, 8), None, 8, bias=torch.ones(3)), r"bias is \[3\]; it must be \[4\]"),
+        (lambda: LinearAllReduce(torch.ones(4, 8), None, 8, bias=torch.ones(4, 1)), r"bias is \[4, 1\]; it must be \[4\]"),
+    ],
+)
+def test_construction_refuses_a_wrong_weight_or_bias(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()
