@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import json
 import linecache
+import os
 import re
 import symtable
 import sys
@@ -220,8 +221,12 @@ def write_cells(functions: Mapping[str, Callable[..., Any]]) -> Path:
     text = "\n".join([HEAD, *cells.texts.values()])
     folder = user_cache_path("autotax") / "cells"
     path = folder / f"cells_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
+    for place in (folder.parent, folder):
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = place.stat()
+        if about.st_uid != os.geteuid() or about.st_mode & 0o002:
+            raise UsageError(f"folder {place} is another user's, or all users may write to it: remove it, or `chmod o-w` it")
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
         write_whole(path, text)
     return path
 

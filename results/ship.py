@@ -6,7 +6,7 @@ A winner replaces the one of the same problem and conditions, and the order of t
 replace a winner, which was measured beside them: else its older figures would go on shipping. The published file keeps all
 samples of the finalist round, where tests look for them, and the comparisons of problems that ship are added to those that are
 published; a folder that `tables.py --served` made has nothing else. Shipped entries have no samples and no names of users, and
-figures of seven digits, finer than the timer. Intervals and versions stay.
+figures of seven digits, finer than the timer, and times of whole seconds. Intervals and versions stay.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ def place_of(entry: Entry) -> tuple[Problem, Conditions]:
 
 def shipped(entry: Entry) -> Entry:
     """An entry as it ships."""
-    figures = {name: float(f"{getattr(entry.winner, name):.7g}") for name in FIGURES}
-    return replace(entry, winner=replace(entry.winner, **figures, samples=None))
+    winner = entry.winner
+    figures = {name: float(f"{getattr(winner, name):.7g}") for name in FIGURES}
+    time = winner.created_at and winner.created_at.replace(microsecond=0)
+    return replace(entry, winner=replace(winner, **figures, created_at=time, samples=None))
 
 
 def merged(file: Path, entries: Iterable[Entry]) -> list[Entry]:

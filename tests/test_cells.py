@@ -95,3 +95,14 @@ def declare_twice() -> list[tuple[str, object]]:
         space = space_for(declare(roles, {"a": values}, "mine")(), detect("cpu"))
         parameters.append(next(iter(space.variants["tuned"].parameters.items())))
     return parameters
+
+
+def test_a_file_that_was_changed_is_written_anew_and_a_folder_of_all_users_is_refused(notebook: ModuleType) -> None:
+    path = write_cells({"make": notebook.make})
+    text = path.read_text()
+    path.write_text("raise SystemExit('a stranger was here')")
+    assert write_cells({"make": notebook.make}) == path and path.read_text() == text
+    assert path.parent.stat().st_mode & 0o077 == 0
+    path.parent.chmod(0o777)
+    with pytest.raises(UsageError, match="all users may write to it: remove it, or `chmod o-w` it"):
+        write_cells({"make": notebook.make})

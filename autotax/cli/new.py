@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import keyword
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import typer
 
 from autotax.cli.messages import say
 from autotax.core.errors import UsageError
+from autotax.core.files import write_whole
 from autotax.operators import operators
 
 ABOUT = "Write the skeleton of an operator or a variant of yours, with its test."
@@ -79,15 +81,12 @@ def _write(what: SkeletonOptions, host: str, template: str, variants: str = "") 
     words = {"NAME": what.name, "MODULE": what.module, "OPERATOR": host, "VARIANTS": variants}
     words["CLASS"] = "".join(part.title() for part in what.module.split("_"))
     files = {what.folder / f"{what.module}.py": template, what.folder / f"test_{what.module}.py": "test"}
-    if existing := [str(path) for path in files if path.exists()]:
+    if existing := [str(path) for path in files if os.path.lexists(path)]:
         exist = "exist" if len(existing) > 1 else "exists"
         raise UsageError(f"{' and '.join(existing)} {exist}: give another NAME, or another --folder")
     for path, source in files.items():
         text = re.sub(r"@([A-Z]+)@", lambda match: words[match[1]], (TEMPLATES / f"{source}.txt").read_text())
-        try:
-            path.write_text(text)
-        except OSError as error:
-            raise UsageError(f"file {path} cannot be written ({error.strerror}): give another --folder") from None
+        write_whole(path, text)
     return next(iter(files))
 
 

@@ -65,6 +65,7 @@ def _load_numpy() -> None:
 
 
 def _run() -> int:
+    os.umask(os.umask(0o077) | 0o002)  # code is cached in files, which no stranger may write
     settle_sizes()
     settle_warnings()
     logging.getLogger("sqlalchemy").addHandler(logging.NullHandler())  # its errors arrive as exceptions, too

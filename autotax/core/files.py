@@ -7,7 +7,9 @@ import errno
 import gzip
 import lzma
 import os
+import select
 import stat
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -29,6 +31,8 @@ _MACHINE = {
 
 _MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
 _MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # that of UTF-32 begins with this one
+SILENT_S = 60
+"""Longest silence of a pipe that is read."""
 _streams: dict[tuple[int, int], bytes] = {}
 """Bytes read from pipes and devices, by device number and inode. A command checks a file before it uses it."""
 
@@ -41,9 +45,34 @@ def read_once(path: Path, limit: int) -> bytes:
             return file.read(limit + 1)
     identity = about.st_dev, about.st_ino
     if identity not in _streams:
-        with path.open("rb") as file:
-            _streams[identity] = file.read(limit + 1)
+        _streams[identity] = _of_stream(path, limit)
     return _streams[identity]
+
+
+def _of_stream(path: Path, limit: int) -> bytes:
+    """The first bytes of a pipe or device. Raises TimeoutError if nothing comes for SILENT_S seconds."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody has opened to write must not block
+    with os.fdopen(handle, "rb", buffering=0) as file:
+        parts, left = [], limit + 1
+        poller = select.poll()
+        poller.register(file, select.POLLIN)
+        while left:
+            if not poller.poll(1000 * SILENT_S):
+                raise TimeoutError(errno.ETIMEDOUT, f"nobody writes to it within {SILENT_S} s")
+            part = file.read(left)
+            if not part:
+                break
+            parts.append(part)
+            left -= len(part)
+    return b"".join(parts)
+
+
+def import_path() -> str:
+    """The import path of this process as PYTHONPATH of a child. Relative entries but the current folder are left out: finders use
+    names as marks, and a stranger may make such a folder where a program runs.
+    """
+    entries = (str(Path.cwd()) if entry == "" else entry for entry in sys.path)
+    return os.pathsep.join(entry for entry in entries if Path(entry).is_absolute() and os.pathsep not in entry)
 
 
 def as_utf8(text: bytes) -> bytes:
@@ -64,7 +93,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     try:
         mode = _mode(path)
         # The temporary file is new and its name cannot be guessed, so it cannot be a link planted by another user.
-        handle, unfinished = tempfile.mkstemp(prefix=f".{path.name[:100]}.", suffix=".part", dir=path.parent)
+        handle, unfinished = tempfile.mkstemp(prefix=f".{_shortened(path.name)}.", suffix=".part", dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             os.fchmod(handle, mode)
@@ -74,6 +103,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
             with suppress(OSError):
                 Path(unfinished).unlink()
         raise _refusal(path, error) from None
+
+
+def _shortened(name: str) -> str:
+    """The beginning of a name. File systems limit its bytes, not its letters."""
+    return os.fsencode(name)[:100].decode(errors="ignore")
 
 
 def _refusal(path: Path, error: OSError) -> UsageError | MachineError:

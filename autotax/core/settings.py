@@ -74,8 +74,10 @@ class Settings:
     """Whether the run proves former winners without a search."""
 
     def __post_init__(self) -> None:
-        if type(self.trials) is not int or self.trials < 1:
-            raise UsageError(f"trials is {self.trials!r}; it must be a whole number from 1 on: give another --trials")
+        if type(self.trials) is not int:
+            raise UsageError(f"trials is {self.trials!r}; it must be a whole number: give another --trials")
+        if self.trials < 1:
+            raise UsageError(f"trials is {self.trials}; it must be at least 1: give another --trials")
         if self.ends_below is not None and not 0 < self.ends_below < 1:
             raise UsageError(f"ends_below is {self.ends_below}; it must be a share between 0 and 1: give another, or an effort")
         if self.timeout_s is not None and self.timeout_s <= 0:

@@ -153,11 +153,11 @@ def create_file(path: Path) -> None:
     if path.exists() and not may_write(path):
         raise Unusable("cannot be written; it needs a writable file and folder")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise _uncreated(error, f"cannot be created: no folder {path.parent}") from None
     try:
-        path.touch()
+        path.touch(mode=0o600)  # whoever may read a database can also lock it
     except OSError as error:
         raise _uncreated(error, "cannot be created") from None
 
@@ -283,7 +283,12 @@ def _read_table_names(path: Path, options: str, *, despite_full_disk: bool = Fal
 
 
 def _names(connection: sqlite3.Connection) -> set[str]:
-    return {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    """The names of the tables. Raises Unusable for views of such names and for triggers, which run code of whoever made them."""
+    rows = list(connection.execute("SELECT type, name FROM sqlite_master"))
+    for kind, name in rows:
+        if kind == "trigger" or (kind == "view" and (str(name).startswith(PREFIX) or name in _OPTUNA_TABLES)):
+            raise Unusable(f"has a {kind} named {str(name)[:40]!r}, which autotax does not make", f"drop it, or {ELSEWHERE}")
+    return {name for kind, name in rows if kind == "table"}
 
 
 # Opens a database. It is checked before any change, gets the tables of the current schema, and has one writer at a time.

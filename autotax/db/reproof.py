@@ -22,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from autotax.core.errors import MachineError, UsageError
+from autotax.core.files import import_path
 from autotax.core.problem import Problem
 from autotax.core.settings import OFF, Settings
 from autotax.db.index import IndexedWinner
@@ -207,15 +208,18 @@ def _refreshed(problems: Sequence[Problem], here: Place, db: str | Path | None, 
     with tempfile.TemporaryDirectory(prefix="autotax-prove-") as folder:
         shapes = Path(folder) / "shapes.toml"
         shapes.write_text("\n".join(_tables(problems)), encoding="utf-8")
-        command = [sys.executable, "-m", "autotax", "refresh", "--shapes", str(shapes), "--json", "--backend", hardware.backend]
-        command += ["--mode", conditions.mode, "--l2", conditions.l2, "--skew", f"{conditions.skew_us:g}"]
+        # -P: files in the folder where the program runs must not shadow modules.
+        command = [sys.executable, "-P", "-m", "autotax", "refresh", "--shapes", str(shapes), "--json"]
+        command += ["--backend", hardware.backend, "--mode", conditions.mode]
+        command += ["--l2", conditions.l2, "--skew", f"{conditions.skew_us:g}"]
         command += ["--soak", str(GPU_SOAK if hardware.on_gpu else CPU_SOAK)]
         if bound.per_problem:
             command += ["--each", f"{bound.seconds:f}"]
         for module in loaded():
             command += ["--load", module]
         # The URL may hold a password, which others could read on a command line.
-        return _run(command, os.environ | {"AUTOTAX_DB": resolve_url(db)}, bound.whole(len(problems)))
+        variables = os.environ | {"AUTOTAX_DB": resolve_url(db), "PYTHONPATH": import_path()}
+        return _run(command, variables, bound.whole(len(problems)))
 
 
 def _tables(problems: Sequence[Problem]) -> Iterator[str]:
@@ -228,7 +232,8 @@ def _tables(problems: Sequence[Problem]) -> Iterator[str]:
 def _run(command: Sequence[str], variables: dict[str, str], seconds: float) -> str:
     """Runs a process for at most `seconds`. Returns its error in one line."""
     process = subprocess.Popen(
-        command, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        errors="replace",
     )
     try:
         _, stderr = process.communicate(timeout=seconds)

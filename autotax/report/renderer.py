@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from autotax.runner.processes import Child, die_with_parent
+from autotax.runner.processes import Child, bound_sending, die_with_parent
 
 DRAWING_S = 120.0
 """Timeout for one chart; the first waits for the imports of the process."""
@@ -48,7 +48,9 @@ class Renderer:
         if self._losses >= MOST_LOSSES:
             raise Undrawn(self.undrawn[-1])
         try:
-            self.child = self.child or Child.start(__name__, (), {})
+            if self.child is None:
+                self.child = Child.start(__name__, (), {})
+                bound_sending(self.child.pipe, DRAWING_S)
             self.child.pipe.send_bytes(chart)
             answered = self.child.pipe.poll(DRAWING_S)
             answer = self.child.pipe.recv_bytes() if answered else b""

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from autotax.core.errors import MachineError, causes
+from autotax.core.files import import_path
 from autotax.hardware import HARDWARE_QUEUES, LOOPBACK
 
 PR_SET_PDEATHSIG = 1
@@ -57,6 +58,7 @@ def python_of(module: str, *arguments: str) -> list[str]:
 def rank_environment(backend: str) -> dict[str, str]:
     """The environment variables of a rank. Libraries read them on import, so they must be set before the process exists."""
     alike = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK)  # the host name may not resolve
+    alike["TORCH_GLOO_LAZY_INIT"] = "0"  # peers are checked when all are connected
     if backend == "rocm":
         # Streams share hardware queues. A copy queued behind a kernel that waits for this copy, in the same queue, would never
         # begin.
@@ -67,14 +69,19 @@ def rank_environment(backend: str) -> dict[str, str]:
 def environment_with(ours: Mapping[str, str]) -> dict[str, str]:
     """The environment variables of a child. Kernels are compiled unless `ours` says otherwise, and warnings are no errors."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONWARNINGS")}
-    path = os.pathsep.join(map(os.path.abspath, sys.path))
-    return inherited | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | dict(ours)
+    return inherited | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1", "PYTHONPATH": import_path()} | dict(ours)
 
 
 def _bound_reading(pipe: Connection) -> None:
     """Makes reads fail with an OSError instead of waiting for ever. A read begins only after the first bytes have arrived."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_S, 0))
+
+
+def bound_sending(pipe: Connection, seconds: float) -> None:
+    """Makes writes fail with an OSError when the reader has taken nothing for so long."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), 0))
 
 
 class Process(Protocol):
@@ -423,8 +430,11 @@ class _Server:
                 raise ValueError(f"{length} bytes are no request")
             if not (text := _receive(client, length)):
                 raise ConnectionResetError
-            pid = self._fork(json.loads(text), handed, client)
-        except (OSError, ValueError) as error:  # ValueError: the message is no request
+            request = json.loads(text)
+            if not isinstance(request, dict):
+                raise ValueError(f"a {type(request).__name__} is no request")
+            pid = self._fork(request, handed, client)
+        except (OSError, ValueError, RecursionError, MemoryError) as error:  # all but OSError: the message is no request
             with suppress(OSError):
                 client.sendall(NUMBER.pack(-(getattr(error, "errno", None) or errno.EIO)))
             client.close()

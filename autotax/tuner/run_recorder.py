@@ -7,6 +7,7 @@ import os
 import random
 import re
 import socket
+import stat
 import time
 import warnings
 from collections import Counter
@@ -15,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import msgspec
 import optuna
 import platformdirs
 from optuna.samplers import BaseSampler
@@ -24,7 +26,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.core.decoding import reason
+from autotax.core.decoding import ConfigShape, Malformed, converted, reason
 from autotax.core.errors import MachineError, UsageError
 from autotax.core.problem import Problem
 from autotax.core.settings import ENDINGS, Settings
@@ -111,7 +113,7 @@ class Ledger:
         self.patience = Patience(self.notice)
         self._unsaved: list[str] = []
         self._stood: list[Config] = []
-        self._read_endings()
+        self._store_marked_endings()
         self.run_id = self.patience(store.begin_run, problem, hardware, environment, settings.to_dict())
 
     def notice(self, text: str) -> None:
@@ -190,7 +192,7 @@ class Ledger:
         try:
             self.store.end_run(self.run_id, status, accounts)
         except MachineError:
-            leave(self.store.url, self.run_id, status)
+            write_marker(self.store.url, self.run_id, status)
 
     def statuses(self) -> dict[int, str]:
         """The status of each run of this problem, by run id. A killed run still has the status `running`."""
@@ -241,9 +243,9 @@ class Ledger:
         since = [record for record in alike if (record.run_id or 0) >= anew]
         return [record for record in since if same_kernel(record)]
 
-    def _read_endings(self) -> None:
+    def _store_marked_endings(self) -> None:
         """Stores the end of earlier runs that could not store it themselves."""
-        for path, run_id, status in left(self.store.url):
+        for path, run_id, status in markers(self.store.url):
             if any(run.id == run_id and run.status == "running" for run in self.patience(self.store.runs)):
                 self.patience(self.store.end_run, run_id, status)
             with suppress(OSError):  # another user's file in a sticky folder; its content stays true
@@ -257,7 +259,7 @@ class Ledger:
 
 # Marker files with the end of a run, for when the database cannot be written.
 
-def leave(url: str, run_id: int, status: str) -> None:
+def write_marker(url: str, run_id: int, status: str) -> None:
     """Writes the end status of a run to a marker file. If a full disk refuses that too, the run counts as killed."""
     place = _place(url)
     with suppress(OSError):
@@ -265,12 +267,20 @@ def leave(url: str, run_id: int, status: str) -> None:
         place.with_name(f"{place.name}.run-{run_id}.{status}").touch()  # a full disk often has room for an empty file
 
 
-def left(url: str) -> list[tuple[Path, int, str]]:
+def markers(url: str) -> list[tuple[Path, int, str]]:
     """The existing marker files, each with its run id and status."""
     place = _place(url)
     pattern = re.compile(re.escape(place.name) + rf"\.run-(\d+)\.({'|'.join(ENDINGS)})")
     matches = [(path, pattern.fullmatch(path.name)) for path in place.parent.glob("*.run-*.*")]
-    return [(path, int(match[1]), match[2]) for path, match in matches if match]
+    return [(path, int(match[1]), match[2]) for path, match in matches if match and _is_own(path)]
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a file is this user's. A stranger's in a shared folder would end a run that goes on."""
+    with suppress(OSError):
+        about = path.lstat()
+        return stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
+    return False
 
 
 def _place(url: str) -> Path:
@@ -280,6 +290,13 @@ def _place(url: str) -> Path:
 
 # Configs in flight. Each config is noted before it is measured, so that the next run knows which config may have killed the
 # previous one.
+
+class _Note(msgspec.Struct):
+    """The process of a run, and the configs that it was measuring."""
+
+    by: tuple[str, str, int]
+    configs: list[ConfigShape]
+
 
 DEADLY = 2
 """A config that was in flight when this many runs in a row were killed is assumed to kill them."""
@@ -294,11 +311,10 @@ class Flight:
 
     def __init__(self, study: optuna.Study, run_id: int, statuses: Mapping[int, str], call: Callable[..., Any]) -> None:
         self._study, self._run_id, self._call = study, run_id, call
-        notes: dict[str, Any] = call(lambda: study.user_attrs)
-        noted = {int(name.removeprefix(NOTE)): value for name, value in notes.items() if name.startswith(NOTE)}
+        noted: dict[int, _Note] = call(lambda: _notes_of(study.user_attrs))
         done = max((run for run in noted if statuses.get(run) == "done"), default=0)
         cut = [noted[run] for run in noted if done < run < run_id and statuses.get(run) == "running"]
-        in_flight = (Config.from_dict(config) for note in cut if not _may_go_on(note["by"]) for config in note["configs"])
+        in_flight = (shape.config for note in cut if not _may_go_on(note.by) for shape in note.configs)
         self.deaths = Counter(config for config in in_flight if config.variant != "bsp")
         """Consecutive killed runs during which a config was being measured. BSP is excluded: every decision needs it."""
 
@@ -310,6 +326,14 @@ class Flight:
         """Notes the configs that are measured from now on; replaces the previous note."""
         note = {"by": this_process(), "configs": [config.to_dict() for config in configs]}
         self._call(self._study.set_user_attr, f"{NOTE}{self._run_id}", note)
+
+
+def _notes_of(facts: Mapping[str, Any]) -> dict[int, _Note]:
+    """The notes of a study, by run. Raises Malformed for one that was edited."""
+    notes = {name: name.removeprefix(NOTE) for name in facts if name.startswith(NOTE)}
+    if strange := [name for name, run in notes.items() if not run.isdecimal()]:
+        raise Malformed(f"a note is named {strange[0][:40]!r}")
+    return {int(run): converted(facts[name], _Note) for name, run in notes.items()}
 
 
 def this_process() -> list[Any]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from autotax.core import files
 from autotax.core.errors import MachineError, UsageError
-from autotax.core.files import a_home, refuse_unwritable, write_whole
+from autotax.core.files import a_home, import_path, read_once, refuse_unwritable, write_whole
 
 
 def refused(path: Path, kind: type[Exception] = UsageError) -> str:
@@ -87,3 +90,27 @@ def test_a_user_without_a_home_gets_one_that_nobody_else_can_write(monkeypatch: 
         home = Path(os.environ["HOME"])
         assert stat.S_IMODE(home.stat().st_mode) == 0o700 and not list(home.iterdir())
     assert "HOME" not in os.environ and not home.exists()
+
+
+def test_a_pipe_that_nobody_writes_ends_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "SILENT_S", 0.1)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(TimeoutError, match="nobody writes to it"):
+        read_once(pipe, 100)
+    reader = threading.Thread(target=lambda: pipe.write_bytes(b"text"))
+    monkeypatch.setattr(files, "SILENT_S", 10)
+    reader.start()
+    assert read_once(pipe, 100) == read_once(pipe, 100) == b"text"
+    reader.join()
+
+
+def test_a_name_is_as_long_as_the_disk_allows(tmp_path: Path) -> None:
+    path = tmp_path / ("\u20ac" * 82 + ".json")
+    write_whole(path, "new")
+    assert path.read_text() == "new"
+
+
+def test_children_import_from_no_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["__editable__.finder.__path_hook__", "", "/a:b", "/usr/lib/python", "some"])
+    assert import_path() == f"{tmp_path}:/usr/lib/python"

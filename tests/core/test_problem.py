@@ -79,8 +79,8 @@ def test_a_size_is_a_whole_number_above_zero(values: dict[str, Any], size: objec
         ),
         (
             {"op": "all-gather-gemm", "m": 3},
-            "all-gather-gemm takes m, n, k, dtype, shard, world_size, weight, scales, result, quantize, operand, accumulate; "
-            "missing 2 required positional arguments: 'n' and 'k': give them all",
+            "all-gather-gemm lacks n, k; it takes m, n, k, dtype, shard, world_size, weight, scales, result, quantize, operand, "
+            "accumulate: give them all",
         ),
     ],
 )  # fmt: skip

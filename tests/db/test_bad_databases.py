@@ -90,6 +90,15 @@ def no_version(folder: Path) -> Path:
     return sqlite_file(path, "UPDATE autotax_meta SET value = 'two' WHERE name = 'schema_version'")
 
 
+def with_code(*statements: str) -> Callable[[Path], Path]:
+    """A database of ours to which somebody has added code."""
+    return lambda folder: sqlite_file(of_version(4)(folder), *statements)
+
+
+A_VIEW = "ALTER TABLE autotax_winner RENAME TO w", "CREATE VIEW autotax_winner AS SELECT * FROM w"
+A_TRIGGER = "CREATE TRIGGER t AFTER INSERT ON autotax_trial BEGIN DELETE FROM autotax_trial; END"
+
+
 def a_folder(folder: Path) -> Path:
     (folder / "autotax.db").mkdir()
     return folder / "autotax.db"
@@ -119,6 +128,8 @@ def a_pipe(folder: Path) -> Path:
         (of_version(99), f"has schema version 99, {OTHER_VERSION}"),
         (of_version(3), f"has schema version 3, {OTHER_VERSION}"),
         (no_version, "does not tell its schema version"),
+        (with_code(*A_VIEW), "has a view named 'autotax_winner', which autotax does not make"),
+        (with_code(A_TRIGGER), "has a trigger named 't', which autotax does not make"),
         (a_folder, "is not a file"),
         (below_a_file, "Not a directory"),
         (a_pipe, "is not a file"),

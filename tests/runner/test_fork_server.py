@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from autotax.core.files import import_path
 from autotax.runner import processes
 from autotax.runner.local_runner import RankPool
 from autotax.runner.processes import INTERPRETED, SHARED, Child, Forked, ForkServer
@@ -61,7 +62,7 @@ def test_a_fork_has_the_arguments_the_environment_and_the_folder_of_its_client(
     assert view["arguments"] == ["one", "two"] and view["folder"] == str(tmp_path)
     assert view["environment"] == dict(os.environ) | {
         "AUTOTAX_ANOTHER": "for it", processes.PARENT: str(view["parent"]), "PYTHONUNBUFFERED": "1", **INTERPRETED,
-        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+        "PYTHONPATH": import_path(),
     }  # fmt: skip
     assert view["group"] == child.process.pid, "it can be killed with all that it starts"
     child.kill()
