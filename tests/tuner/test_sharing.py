@@ -97,12 +97,12 @@ def test_tables_that_never_come_end_the_run_with_one_line(store: Store, monkeypa
 
 
 def test_last_words_that_cannot_be_removed_are_left(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The marker files may belong to another user, in a folder like /tmp."""
+    """The folder may have become read-only since."""
     def refuse(self: Path, **_: Any) -> None:
         raise PermissionError(1, "Operation not permitted", str(self))
 
     run_id = store.begin_run(GEMM, H200, environment("cpu"), {})
-    run_recorder.leave(store.url, run_id, "interrupted")
+    run_recorder.write_marker(store.url, run_id, "interrupted")
     monkeypatch.setattr(Path, "unlink", refuse)
     assert run(store, SyntheticRunner(gemm_landscape), trials=2).winner
     assert [record.status for record in store.runs()] == ["interrupted", "done"]
