@@ -91,6 +91,16 @@ def test_a_stale_winner_is_proven_when_a_module_is_made(two: Ranks, tmp_path: Pa
 
 
 @pytest.mark.volume
+def test_a_look_up_proves_by_no_code_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    db = keep_stale_winner(tmp_path / "stale.db")
+    (folder := tmp_path / "public").mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "platformdirs.py").write_text("raise SystemExit('a stranger was here')")
+    reload()
+    assert lookup(PROBLEM, hardware=detect("cpu"), db=db, prove=100).match == "exact"
+
+
+@pytest.mark.volume
 @pytest.mark.parametrize("variant, expected, status", [("now_wrong", "bsp", "done"), ("now_sleeps", "None", "failed")])
 def test_a_former_winner_that_is_wrong_or_hangs_now_never_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, expected: str, status: str
