@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -13,6 +14,9 @@ from contextlib import suppress
 from autotax.core.errors import RANKS_KIB, limit_met, memory_kib, out_of_memory
 from autotax.core.terminal import settle_sizes
 
+PROVER = "AUTOTAX_PROVER"
+"""Environment variable with the process id of a program that proves winners before its look-ups."""
+PR_SET_PDEATHSIG = 1
 LOADING_S = 20
 """Most seconds in which numpy is loaded under a limit of memory; it takes a fraction of one."""
 
@@ -26,8 +30,15 @@ def settle_warnings() -> None:
 
 def main() -> int:
     """Runs one command and returns its exit code: see autotax.cli.app.main."""
+    _end_with_prover()
     limit = memory_kib()
     return _run() if limit is None or limit >= RANKS_KIB else _watched(_run)
+
+
+def _end_with_prover() -> None:
+    """Ends this process when the program dies that proves winners by it, even by SIGKILL. Otherwise it would go on alone."""
+    if os.environ.get(PROVER) == str(os.getppid()):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _watched(run: Callable[[], int]) -> int:

@@ -218,7 +218,7 @@ def _refreshed(problems: Sequence[Problem], here: Place, db: str | Path | None, 
         for module in loaded():
             command += ["--load", module]
         # The URL may hold a password, which others could read on a command line.
-        variables = os.environ | {"AUTOTAX_DB": resolve_url(db), "PYTHONPATH": import_path()}
+        variables = os.environ | {"AUTOTAX_DB": resolve_url(db), "PYTHONPATH": import_path(), "AUTOTAX_PROVER": str(os.getpid())}
         return _run(command, variables, bound.whole(len(problems)))
 
 
