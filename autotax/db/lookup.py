@@ -107,7 +107,8 @@ def _prove(problem: Problem, here: Place, db: str | Path | None, prove: bool | f
 
 def _check(problem: object, hardware: object, db: object, conditions: object) -> None:
     """Raises UsageError for arguments of other types."""
-    require_problem(problem)
+    if not isinstance(problem, Problem):
+        require_problem(problem)
     arguments: tuple[tuple[str, object, tuple[type, ...]], ...] = (
         ("hardware", hardware, (Hardware,)), ("db", db, (str, Path)), ("conditions", conditions, (Conditions,))
     )  # fmt: skip

@@ -114,7 +114,7 @@ def proving(world: World, db: str) -> tuple[str, str, int]:
     def in_process(command: Sequence[str], variables: dict[str, str], seconds: float) -> str:  # noqa: ARG001
         begun.append(command)
         with mock.patch.dict(os.environ, variables):
-            return "" if app.main(list(command[3:])) == 0 else "failed"
+            return "" if app.main(list(command[command.index("autotax") + 1 :])) == 0 else "failed"
 
     with pytest.MonkeyPatch.context() as patches:
         on_machine(patches, GPUS)
