@@ -57,7 +57,8 @@ def test_the_test_of_a_skeleton_passes(tmp_path: Path, kind: str) -> None:
 def test_names_that_cannot_be_are_refused(run: Run, tmp_path: Path) -> None:
     for arguments, words in {
         ("operator", "My Sum"): "name is 'My Sum'; allowed are a-z",
-        ("operator", "json"): "a module of Python",
+        ("operator", "json"): "is a module here already",
+        ("operator", "torch"): "is a module here already",
         ("operator", "flash-decode"): "operator 'flash-decode' exists",
         ("variant", "push"): "has a variant 'push'",
         ("variant", "mine", "--folder", str(tmp_path / "none")): "is not there",
