@@ -59,7 +59,7 @@ def tune(
     """Finds, proves and stores the fastest config of a problem: `autotax tune`.
 
     Args:
-        problem: What to tune.
+        problem: The problem to tune.
         trials: The most trials. None: as many as `effort` says.
         effort: `quick` (24 trials), `normal` (60) or `full` (300). The first two may end early with the sampler `gp`, when little
             gain is expected. None: `normal` without `trials`, else all of `trials`.
@@ -325,7 +325,7 @@ def compare(
     """Measures the tuned config, BSP and the operator's peers in one interleaved and verified run: `autotax compare`.
 
     Args:
-        problem: What to compare.
+        problem: The problem to compare.
         every_variant: Add a row for each variant, with its best known config.
         conditions: As in `tune`.
         timeout_s: Seconds for the call, the start of the ranks included. None: no limit.
