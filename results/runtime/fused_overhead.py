@@ -66,7 +66,7 @@ def ways_of(operator: str, world: World) -> tuple[str, Ways]:
 
     ways: Ways = {OURS: lambda: ours(a, *arguments, **keywords), THEIRS: lambda: own(a, *arguments, **keywords), LIBRARY: library}
     ours(a, *arguments, **keywords)  # collective: it prepares
-    (plan,) = [known for key, known in plans.plans_of(group, world.device).known.items() if key[0] == operator]
+    (plan,) = [plan for key, plan in plans.plans_of(group, world.device).by_key.items() if key[0] == operator]
     if plan.kernel is None:
         return f"torch's own: {plan.count.reason}", ways
     shape = (m if gathers else m // world.size, b.shape[1])

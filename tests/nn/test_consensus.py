@@ -81,7 +81,7 @@ def test_the_weight_stays_what_it_is() -> None:
 @pytest.mark.volume
 @pytest.mark.usefixtures("no_database")
 def test_ranks_that_cannot_run_kernels_are_bulk_synchronous(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("autotax.runner.ranks._environment", lambda _: {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+    monkeypatch.setattr("autotax.runner.ranks.rank_environment", lambda _: {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with Ranks(2) as two:
         assert max(two.run(stacks.attention_error)) <= EXACT
