@@ -32,7 +32,7 @@ from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, with_world_size
 from autotax.core.settings import Settings, as_deployed
 from autotax.db import Store
-from autotax.hardware import Hardware, detect
+from autotax.hardware import Hardware, check_problems, detect
 from autotax.operators import registry
 from autotax.operators.problem_files import read_shapes
 from autotax.report import documents
@@ -75,7 +75,7 @@ def spread(problems: Sequence[Problem]) -> list[Problem]:
 def fits(problem: Problem, hardware: Hardware) -> bool:
     """Whether the machine can run the problem, for instance whether its heads divide by the ranks."""
     try:
-        api.check([problem], hardware)
+        check_problems([problem], hardware)
     except UsageError as error:
         print(f"{problem.op} {problem.brief()} is left out: {error}", flush=True)
         return False

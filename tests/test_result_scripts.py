@@ -6,6 +6,7 @@ import ast
 import importlib
 import lzma
 import runpy
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,17 @@ def test_a_large_page_is_packed(tmp_path: Path) -> None:
     script["main"](tmp_path)
     packed = lzma.decompress((tmp_path / "report.html.xz").read_bytes())
     assert b"1.30x" in packed and not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("script", sorted(RESULTS.rglob("*.py")), ids=lambda path: str(path.relative_to(RESULTS)))
+def test_a_script_reads_attributes_that_its_modules_have(script: Path) -> None:
+    modules = {}
+    tree = ast.parse(script.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OURS:
+            for alias in node.names:
+                with suppress(ImportError):
+                    modules[alias.asname or alias.name] = importlib.import_module(f"{node.module}.{alias.name}")
+    read = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    names = [(node.value.id, node.attr) for node in read if isinstance(node.value, ast.Name)]
+    assert [(module, name) for module, name in names if module in modules and not hasattr(modules[module], name)] == []

@@ -164,7 +164,7 @@ class ThreadBench:
             self._coming.put(Ended("trouble", f"{type(error).__name__}: {error}"))
 
     def progress(self, progress: Progress) -> None:
-        self._coming.put(TrialEnded(progress.done, progress.wanted))
+        self._coming.put(TrialEnded(progress.done, progress.total))
 
     def notice(self, text: str) -> None:
         pass
