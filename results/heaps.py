@@ -26,7 +26,8 @@ from autotax.kernels.context import Context
 from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter
 from autotax.runner.benchmark import Bench, InputCache, Trial
-from autotax.runner.measurement import Candidate, Effort, Job, Measurement, Report
+from autotax.runner.measurement import Candidate, Effort, Measurement
+from autotax.runner.messages import Job, Report
 from autotax.runner.precompile import CompileAhead
 from autotax.runner.rank_worker import Session
 from autotax.runner.ranks import Ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -11,12 +10,12 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 
+from autotax.core.children import end_with_parent
 from autotax.core.errors import RANKS_KIB, limit_met, memory_kib, out_of_memory
 from autotax.core.terminal import settle_sizes
 
 PROVER = "AUTOTAX_PROVER"
 """Environment variable with the process id of a program that proves winners before its look-ups."""
-PR_SET_PDEATHSIG = 1
 LOADING_S = 20
 """Most seconds in which numpy is loaded under a limit of memory; it takes a fraction of one."""
 
@@ -38,7 +37,7 @@ def main() -> int:
 def _end_with_prover() -> None:
     """Ends this process when the program dies that proves winners by it, even by SIGKILL. Otherwise it would go on alone."""
     if os.environ.get(PROVER) == str(os.getppid()):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        end_with_parent(signal.SIGTERM)
 
 
 def _watched(run: Callable[[], int]) -> int:

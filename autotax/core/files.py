@@ -9,7 +9,6 @@ import lzma
 import os
 import select
 import stat
-import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -65,14 +64,6 @@ def _of_stream(path: Path, limit: int) -> bytes:
             parts.append(part)
             left -= len(part)
     return b"".join(parts)
-
-
-def import_path() -> str:
-    """The import path of this process as PYTHONPATH of a child. Relative entries but the current folder are left out: finders use
-    names as marks, and a stranger may make such a folder where a program runs.
-    """
-    entries = (str(Path.cwd()) if entry == "" else entry for entry in sys.path)
-    return os.pathsep.join(entry for entry in entries if Path(entry).is_absolute() and os.pathsep not in entry)
 
 
 def as_utf8(text: bytes) -> bytes:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from autotax.core.children import import_path
 from autotax.core.errors import MachineError, UsageError
-from autotax.core.files import import_path
 from autotax.core.problem import Problem
 from autotax.core.settings import OFF, Settings
 from autotax.db.index import IndexedWinner

@@ -16,28 +16,12 @@ from autotax.core.errors import MachineError, UsageError, joined
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware, check_loopback, check_world_size
 from autotax.operators import loaded, registry
-from autotax.runner.measurement import (
-    REFERENCES,
-    Candidate,
-    Effort,
-    Fatal,
-    Hello,
-    Job,
-    Measurement,
-    Overlap,
-    Raised,
-    RankSetup,
-    Report,
-    Stage,
-    TimeIsUp,
-    Watch,
-    device_addresses,
-    device_uuids,
-    look,
-    look_amd,
-)
+from autotax.runner.gpu_monitor import amd_notices, device_addresses, device_uuids, nvidia_notices
+from autotax.runner.measurement import REFERENCES, Candidate, Effort, Measurement, Overlap, TimeIsUp
+from autotax.runner.messages import Fatal, Hello, Job, Raised, RankSetup, Report, Stage
 from autotax.runner.precompile import CompileAhead
 from autotax.runner.processes import Child, ForkServer, disk_is_full, full_disk, rank_environment, tells_of_full_disk
+from autotax.runner.yardsticks import Watch
 from autotax.software import Environment
 
 # The group of rank processes, seen from the tuner: started together, answering together, killed together. Nothing is left behind,
@@ -430,9 +414,9 @@ class LiveRunner:
     def _neighbours(self) -> tuple[str, ...]:
         ours = {os.getpid(), *(rank.child.process.pid for rank in self.pool.ranks)}
         if self.hardware.backend == "cuda":
-            return look(device_uuids(self.pool.world_size), ours)
+            return nvidia_notices(device_uuids(self.pool.world_size), ours)
         if self.hardware.backend == "rocm":
-            return look_amd(device_addresses(self.pool.world_size), ours)
+            return amd_notices(device_addresses(self.pool.world_size), ours)
         return ()
 
     def _code(self, problem: Problem, candidate: Candidate) -> dict[str, str]:

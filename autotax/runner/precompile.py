@@ -20,7 +20,7 @@ from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.kernels.resources import Resources, machine_code
 from autotax.operators import load, loaded
-from autotax.runner.measurement import Compilation, CompilerAnswer, CompilerReady
+from autotax.runner.messages import Compilation, CompilerAnswer, CompilerReady
 from autotax.runner.processes import Child, ForkServer, die_with_parent, full_disk
 
 DEADLINE_S = 60.0

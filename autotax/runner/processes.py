@@ -26,11 +26,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from autotax.core.children import end_with_parent, import_path
 from autotax.core.errors import MachineError, causes
-from autotax.core.files import import_path
 from autotax.hardware import HARDWARE_QUEUES, LOOPBACK
 
-PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PARENT = "AUTOTAX_PARENT"
 """Environment variable with the process id of a child's parent."""
@@ -43,9 +42,8 @@ MESSAGE_S = 10
 
 def die_with_parent(name: str) -> None:
     """Makes the kernel kill this process when its parent dies. Also sets the name that tools like `top` show."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_NAME, name.encode())
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != int(os.environ[PARENT]):  # the parent died before the call of prctl
         os._exit(1)
 
@@ -74,14 +72,17 @@ def environment_with(ours: Mapping[str, str]) -> dict[str, str]:
 
 def _bound_reading(pipe: Connection) -> None:
     """Makes reads fail with an OSError instead of waiting for ever. A read begins only after the first bytes have arrived."""
-    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_S, 0))
+    _bound(pipe, socket.SO_RCVTIMEO, MESSAGE_S)
 
 
 def bound_sending(pipe: Connection, seconds: float) -> None:
     """Makes writes fail with an OSError when the reader has taken nothing for so long."""
+    _bound(pipe, socket.SO_SNDTIMEO, seconds)
+
+
+def _bound(pipe: Connection, option: int, seconds: float) -> None:
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), 0))
+        end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
 
 
 class Process(Protocol):

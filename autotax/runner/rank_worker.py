@@ -34,9 +34,11 @@ from autotax.kernels.context import Context
 from autotax.kernels.offline import fix_cache_keys
 from autotax.operators.registry import fingerprints, load, variant_digest
 from autotax.runner.benchmark import SAMPLE_US, VERIFIED, Bench, InputCache, KernelTimeout, Outcome, Soak, Trial, WrongResult
-from autotax.runner.measurement import Fatal, Hello, Job, Raised, RankReport, RankSetup, Reading, Report, Stage
+from autotax.runner.measurement import RankReport
+from autotax.runner.messages import Fatal, Hello, Job, Raised, RankSetup, Report, Stage
 from autotax.runner.processes import die_with_parent, full_disk
 from autotax.runner.sampling import Sampler, Yardstick
+from autotax.runner.yardsticks import Reading
 from autotax.software import environment
 
 LOCAL = ("inputs", "compile")

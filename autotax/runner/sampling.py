@@ -21,7 +21,8 @@ from autotax.heap import World
 from autotax.kernels.alignment import Aligner, delay
 from autotax.kernels.context import Context
 from autotax.runner.benchmark import Series, Trial
-from autotax.runner.measurement import Effort, Reading
+from autotax.runner.measurement import Effort
+from autotax.runner.yardsticks import Reading
 
 GPU_REPEATS = 4
 CPU_REPEATS = 10

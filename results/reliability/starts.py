@@ -74,7 +74,7 @@ def made(folder: Path) -> dict[tuple[str, int], Path]:
 
 
 def rank_of(rank: int, world: int, job: Path, state: str, late_s: float) -> None:
-    """What one rank does."""
+    """The main function of a rank: it makes a layer, and reports which config the ranks agreed on."""
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", store=dist.FileStore(str(job / "store"), world), rank=rank, world_size=world,
                             timeout=timedelta(seconds=60))  # fmt: skip

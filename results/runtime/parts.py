@@ -41,7 +41,7 @@ def mixed(sizes: Sizes, weights: list[Weights], ours: Stack, theirs: Stack, name
 
 
 def editions(world: World, db: str | None) -> tuple[Plan, list[Weights], Stack, Stack]:
-    """What is planned, the weights of each layer, our stack and that on NCCL."""
+    """Returns the plan, the weights of each layer, our stack and the stack on NCCL."""
     options = ["--layers", str(LAYERS), "--gate-up", "one", "--prefill", str(PREFILL), "--decode", *map(str, DECODE)]
     plan = planned(arguments().parse_args(options + ["--db", db] * bool(db)), detect())
     weights = [Weights.draw(plan.sizes, world, DTYPES[plan.dtype], seed) for seed in range(LAYERS)]

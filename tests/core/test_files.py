@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from autotax.core import files
+from autotax.core.children import import_path
 from autotax.core.errors import MachineError, UsageError
-from autotax.core.files import a_home, import_path, read_once, refuse_unwritable, write_whole
+from autotax.core.files import a_home, read_once, refuse_unwritable, write_whole
 
 
 def refused(path: Path, kind: type[Exception] = UsageError) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autotax.core.files import import_path
+from autotax.core.children import import_path
 from autotax.runner import processes
 from autotax.runner.local_runner import RankPool
 from autotax.runner.processes import INTERPRETED, SHARED, Child, Forked, ForkServer

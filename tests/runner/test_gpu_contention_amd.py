@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autotax.runner.measurement import look_amd as look
+from autotax.runner.gpu_monitor import amd_notices
 
 LIST = [{"gpu": number, "bdf": f"0000:{bus}:00.0", "uuid": "x"} for number, bus in enumerate(("05", "2C", "46"))]
 OURS = {100, 101, 102}
@@ -43,30 +43,30 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_nothing_is_said_of_ourselves_and_of_the_power_limit(answers: Path) -> None:
     (answers / "process").write_text(json.dumps(_processes((1, 101, "python"), (2, 102, "python"), (0, 999, "somebody"))))
-    assert look(DEVICES, OURS) == ()
+    assert amd_notices(DEVICES, OURS) == ()
 
 
 def test_another_process_is_named(answers: Path) -> None:
     (answers / "process").write_text(json.dumps(_processes((1, 101, "python"), (2, 123, "train"))))
-    assert look(DEVICES, OURS) == ("another process (pid 123, train) uses GPU 2",)
+    assert amd_notices(DEVICES, OURS) == ("another process (pid 123, train) uses GPU 2",)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_clocks_that_are_held_down_are_told_with_the_reason(answers: Path, wrapped: bool) -> None:
     metrics = _throttle(socket_thermal_violation_status="ACTIVE", hbm_thermal_violation_status="ACTIVE")
     (answers / "metric").write_text(json.dumps({"gpu_data": metrics} if wrapped else metrics))
-    assert look(DEVICES, OURS) == ("GPU 1 holds its clocks down: socket thermal, hbm thermal",)
+    assert amd_notices(DEVICES, OURS) == ("GPU 1 holds its clocks down: socket thermal, hbm thermal",)
 
 
 @pytest.mark.parametrize("nonsense", ["", "ERROR", "[]", '[{"gpu": 1}]', '{"gpu": "one"}', "[[1, null]]"])
 def test_answers_that_make_no_sense_are_no_notice(answers: Path, nonsense: str) -> None:
     for name in ("list", "process", "metric"):
         (answers / name).write_text(nonsense)
-    assert look(DEVICES, OURS) == ()
+    assert amd_notices(DEVICES, OURS) == ()
     (answers / "list").write_text(json.dumps(LIST))
-    assert look(DEVICES, OURS) == ()
+    assert amd_notices(DEVICES, OURS) == ()
 
 
 def test_without_amd_smi_there_is_no_notice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert look(DEVICES, OURS) == ()
+    assert amd_notices(DEVICES, OURS) == ()

@@ -23,7 +23,8 @@ from autotax.kernels.resources import Resources, machine_code
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.runner.local_runner import GroupLost
-from autotax.runner.measurement import CompilerAnswer, TimeIsUp
+from autotax.runner.measurement import TimeIsUp
+from autotax.runner.messages import CompilerAnswer
 from autotax.runner.precompile import CompileAhead
 from autotax.runner.processes import Child, ForkServer
 from autotax.spaces import space_for

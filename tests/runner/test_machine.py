@@ -14,8 +14,9 @@ import pytest
 
 from autotax.core.errors import MachineError
 from autotax.runner import Effort, LiveRunner
-from autotax.runner.measurement import CompilerAnswer, Job, Watch
+from autotax.runner.messages import CompilerAnswer, Job
 from autotax.runner.precompile import CompileAhead
+from autotax.runner.yardsticks import Watch
 from tests.runner.small import CPU, FAULTS, GEMM, measure
 
 PATIENCE_S = 250.0
