@@ -4,9 +4,6 @@
 
 The stacks are those of `parts.py`. A graph of each is traced in replays without a pause; results are compared there. A figure is
 the median of the replays: of a kernel, and of the time since the end of the kernel before it. It is that of the slower rank.
-
-In two of the editions the input of the gate and up product is copied: to one place that all stacks share, or to new memory of the
-graph. They tell whether the product's time depends on where its input lies, or on one more kernel before it.
 """
 
 from __future__ import annotations
@@ -14,12 +11,12 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import torch
 from parts import DECODE, LAYERS, caches_of, editions, mixed
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from turns import main
 from work import decoding, draw
@@ -28,7 +25,6 @@ from autotax.heap import World
 
 STACKS = {"nccl": (), "attention": ("attention",), "all": ("qkv", "gate_up", "o", "down", "attention")}
 """The modules of ours in each stack."""
-COPIES = "", "to one place", "to new memory"
 REPLAYS, NAMED = 20, 60
 """Replays of a trace, and how many letters of a kernel's name are kept."""
 
@@ -39,26 +35,10 @@ def measure(world: World, db: str | None) -> list[dict[str, Any]]:
         plan, weights, ours, theirs = editions(world, db)
         for batch in DECODE:
             caches, x = caches_of(world, plan, batch), draw(world, plan, batch, 0)
-            place = torch.empty_like(x)
-            for (name, modules), copied in product(STACKS.items(), COPIES):
+            for name, modules in STACKS.items():
                 stack = mixed(plan.sizes, weights, ours, theirs, modules)
-                for layer in stack.layers if copied else []:
-                    layer.norms[1] = Copying(layer.norms[1], place if copied == COPIES[1] else None)
-                kernels = traced(world, decoding(stack, caches), x)
-                records.append({"batch": batch, "stack": name, "copied": copied, "kernels": kernels})
+                records.append({"batch": batch, "stack": name, "kernels": traced(world, decoding(stack, caches), x)})
     return records
-
-
-class Copying(nn.Module):
-    """A norm whose result is copied to `place`, or to new memory."""
-
-    def __init__(self, norm: nn.Module, place: Tensor | None) -> None:
-        super().__init__()
-        self.norm, self.place = norm, place
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x)
-        return y.clone() if self.place is None else self.place.copy_(y)
 
 
 def traced(world: World, run: Callable[[Tensor], Tensor], x: Tensor) -> list[list[Any]]:
@@ -68,15 +48,7 @@ def traced(world: World, run: Callable[[Tensor], Tensor], x: Tensor) -> list[lis
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run(x)
-    graph.replay()
-    world.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        for _ in range(REPLAYS):
-            graph.replay()
-        world.synchronize()
-    events = trace.profiler.kineto_results.events()
-    spans = sorted((event.start_ns(), event.duration_ns(), event.name()) for event in events if event.duration_ns())
-    spans = [span for span in spans if not span[2].startswith("cuda")]  # calls of the host
+    spans = replayed(graph, REPLAYS, world.synchronize)
     idle = [0, *(start - before - lasted for (before, lasted, _), (start, _, _) in pairwise(spans))]
     count = len(spans) // REPLAYS  # a barrier ends the trace
 
@@ -88,12 +60,24 @@ def traced(world: World, run: Callable[[Tensor], Tensor], x: Tensor) -> list[lis
     return [kernel(place) for place in range(count)]
 
 
+def replayed(graph: torch.cuda.CUDAGraph, count: int, synchronize: Callable[[], object]) -> list[tuple[int, int, str]]:
+    """The start, the nanoseconds and the name of each kernel of so many replays."""
+    graph.replay()
+    synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(count):
+            graph.replay()
+        synchronize()
+    events = trace.profiler.kineto_results.events()
+    spans = sorted((event.start_ns(), event.duration_ns(), event.name()) for event in events if event.duration_ns())
+    return [span for span in spans if not span[2].startswith("cuda")]  # the others are calls of the host
+
+
 def show(record: dict[str, Any]) -> str:
     """The kernels of the second layer."""
     count = len(record["kernels"]) // LAYERS
     lines = [f"  {us:6.1f} us behind {idle:4.1f} us: {name}" for name, us, idle in record["kernels"][count : 2 * count]]
-    copied = f", its input copied {record['copied']}" if record["copied"] else ""
-    return "\n".join([f"decode of {record['batch']}, {record['stack']}{copied}", *lines])
+    return "\n".join([f"decode of {record['batch']}, {record['stack']}", *lines])
 
 
 if __name__ == "__main__":
