@@ -28,7 +28,7 @@ from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,
 )
-from autotax.nn.base import increment_version
+from autotax.nn.base import Request, increment_version
 from autotax.nn.fallback import PlainDecode
 from autotax.nn.groups import on_device
 from autotax.nn.sized import SizedModule, first_size, nothing, remember
@@ -128,20 +128,21 @@ class FlashDecode(SizedModule):
         self._kv_dtype = kv_dtype or dtype
         self._several = (queries,) if queries != 1 else ()
         self._brings = window != 0, self._kv_dtype is not dtype, sinks
-        more: dict[str, Any] = {"sinks": "learned" if sinks else "none", "window": window, "queries": queries}
-        self._asked = (max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, more, conditions, config, sizes)
+        self._limits = {
+            "batch": max_batch, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "kv_len": max_kv_len,
+            "output": output, "page": page, "sinks": "learned" if sinks else "none", "window": window, "queries": queries,
+        }  # fmt: skip
+        self._request = Request(conditions, config, sizes)
         self.prepare()
 
     def _blank(self) -> dict[str, Any]:
         return super()._blank() | {"_latest": NO_CALL}
 
     def _greatest(self, dtype: str) -> DecodeProblem:
-        *sizes, output, page, more = self._asked[:-3]
         kinds = {self._dtype: "same"} | {kind: name for name, kind in EIGHT_BITS.items()}
         if self._kv_dtype not in kinds:
             raise UsageError(f"kv_dtype is {self._kv_dtype}; allowed are {', '.join(map(str, kinds))}: give one of these")
-        values: list[Any] = [*sizes, dtype, self.world_size, output, page, kinds[self._kv_dtype]]
-        return DecodeProblem(*values, **more)
+        return DecodeProblem(dtype=dtype, world_size=self.world_size, kv_dtype=kinds[self._kv_dtype], **self._limits)
 
     def _make_plain(self) -> PlainDecode:
         return PlainDecode(self._world, self._most)
@@ -149,8 +150,8 @@ class FlashDecode(SizedModule):
     @property
     def out_heads(self) -> int:
         """Query heads whose output this rank gets."""
-        _, q_heads, _, _, _, output, *_ = self._asked
-        return q_heads // self.world_size if output == "head_scatter" else q_heads
+        heads: int = self._limits["q_heads"]
+        return heads // self.world_size if self._limits["output"] == "head_scatter" else heads
 
     def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
         missing = [problem for problem, config in pairs if hardware.on_gpu and not (config and config.variant == "bsp")]
@@ -485,8 +486,8 @@ class FlashDecode(SizedModule):
         return remember(self._calls, (batch, tokens), call)
 
     def extra_repr(self) -> str:
-        batch, q_heads, kv_heads, dim, kv_len, output, page, more, *_ = self._asked
-        settings = {"page": page, "kv_dtype": self._kv_dtype, **more}
+        batch, q_heads, kv_heads, dim, kv_len, output, page, *more = self._limits.values()
+        settings = dict(zip(("page", "kv_dtype", "sinks", "window", "queries"), (page, self._kv_dtype, *more), strict=True))
         defaults = {"page": 0, "kv_dtype": self._dtype, "sinks": "none", "window": 0, "queries": 1}
         unusual = "".join(f", {name}={value}" for name, value in settings.items() if value != defaults[name])
         sizes = f"q_heads={q_heads}, kv_heads={kv_heads}, head_dim={dim}, max_batch={batch}, max_kv_len={kv_len}"

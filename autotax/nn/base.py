@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -58,6 +58,14 @@ class SizeChoice:
 
     problem: Problem
     config: Config | None
+
+
+class Request(NamedTuple):
+    """What a module looks up: the conditions of winners, a config to use instead, and the sizes to prepare for."""
+
+    conditions: Conditions | None
+    config: Config | None
+    sizes: Sequence[int] | None = None
 
 
 class Unknown(Enum):

@@ -170,7 +170,7 @@ class AllGatherLinear(ParallelLinear):
         if not gathered:
             y = super().forward(x, out)
             return y.split(self.columns, -1) if self.columns else y
-        first = self._like[0] if self._like else self
+        first = self._owner
         if is_compiling() and not (torch.is_grad_enabled() and recorded(x, self.weight, out, self.bias)):
             if out is not None:
                 raise UsageError("out is given with gathered=True; compiled calls have no such operator: give one of them")
@@ -311,7 +311,7 @@ class RowParallelLinear(ParallelLinear):
             return super().forward(x, out)
         if is_compiling():
             return self._traced(x, out, residual)
-        first = self._like[0] if self._like else self
+        first = self._owner
         return first.run(x, self.weight, out, self.bias, residual)
 
     def normed(
@@ -334,7 +334,7 @@ class RowParallelLinear(ParallelLinear):
         Raises:
             UsageError: The layer has no norm, or a tensor is not allowed, or requires a gradient.
         """
-        first, norm = self._like[0] if self._like else self, norm_behind(self, residual, x, self.weight, self.bias, norm_weight)
+        first, norm = self._owner, norm_behind(self, residual, x, self.weight, self.bias, norm_weight)
         rows = math.prod(x.shape[:-1])
         # One kernel adds no bias, and its norm is that of the layer that was prepared.
         in_one = self.bias is None and norm is next(iter(first._norm), None)
@@ -349,7 +349,7 @@ class RowParallelLinear(ParallelLinear):
 
     def _product(self, x: Tensor) -> Tensor:
         """This rank's addend. The first rank adds the bias."""
-        first = self._like[0] if self._like else self
+        first = self._owner
         weight = self.weight if self._layout == "nk" else self.weight.t()
         return torch.nn.functional.linear(x, weight, None if first._world and first._world.rank else self.bias)
 

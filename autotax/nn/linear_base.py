@@ -22,7 +22,7 @@ from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.heap.world import World
 from autotax.nn import custom_ops, groups  # noqa: F401 - custom_ops registers torch.ops.autotax.*
-from autotax.nn.base import NO_OUT, Group, Module, SizeChoice, Unknown, increment_version
+from autotax.nn.base import NO_OUT, Group, Module, Request, SizeChoice, Unknown, increment_version
 from autotax.nn.consensus import DTYPES, invariant_config, wants_invariance
 from autotax.nn.groups import on_device
 from autotax.nn.scaled_linear import made_for
@@ -75,8 +75,9 @@ class ParallelLinear(Module):
     """The operators of torch.ops: one returns a new result, the other writes into `out`."""
     _like: tuple[Any, ...] = ()
     """The other layer, in a tuple: torch would register a plain attribute as a submodule."""
-    _asked: tuple[Any, ...]
-    """Options of the construction; the first one is the greatest number of rows."""
+    _max_m: int
+    _request: Request
+    _backward_config: Config | None
     _dtype: torch.dtype
     _shape: tuple[int, ...]
     _features: tuple[int, int]
@@ -114,7 +115,7 @@ class ParallelLinear(Module):
             raise UsageError(f"layout is {layout!r}; allowed are nk ([n, k]) and kn ([k, n]): give one of these")
         self._layout = layout
         self._hold(weight=weight, bias=bias)
-        self._asked = (max_m, conditions, config, backward_config, sizes)
+        self._max_m, self._request, self._backward_config = max_m, Request(conditions, config, sizes), backward_config
         if like:
             self._share(like, batch_invariant)
         elif not weight.is_meta:
@@ -136,8 +137,13 @@ class ParallelLinear(Module):
         self.handle = self._like[0].handle
 
     @property
+    def _owner(self) -> Any:
+        """The layer that has what layers made `like` one another share."""
+        return self._like[0] if self._like else self
+
+    @property
     def choices(self) -> tuple[SizeChoice, ...]:
-        return self._like[0].choices if self._like else self._choices
+        return tuple(self._owner._choices)
 
     @property
     def world_size(self) -> int:
@@ -197,14 +203,14 @@ class ParallelLinear(Module):
     # Preparing.
 
     def _make(self) -> None:
-        max_m, conditions, config, _, sizes = self._asked
+        conditions, config, sizes = self._request
         world, ranks = self._world, self._world.size if self._world else 1
         if self._invariant and world is None:
             if not self._by_engine:
                 raise UsageError("batch_invariant is set, and there is one rank: it is for several, give none")
             self._invariant = False  # the engine makes products of one rank invariant itself
         once = bool(config) or self._invariant
-        problems, deployed = self._agreed(lambda: self._problems(self.weight, ranks, max_m, sizes, once=once), conditions)
+        problems, deployed = self._agreed(lambda: self._problems(self.weight, ranks, self._max_m, sizes, once=once), conditions)
         weight = plain("weight", self.weight.detach())
         self._shape, self._dtype, self._features = tuple(weight.shape), weight.dtype, self.sides_of(weight)
         self._most, _ = self._rows_of(problems[-1])
@@ -488,12 +494,11 @@ class ParallelLinear(Module):
             return
         self._ensure_ready()
         if self._gradient is None:
-            max_m, conditions, _, config, sizes = self._asked
             weight = plain("weight", self.weight.detach())
             turned = LAYOUTS[1 - LAYOUTS.index(self._layout)]
-            options = {"db": self._db, "conditions": conditions, "config": config, "sizes": sizes}
-            options |= {"check": self._check, "prove": self._prove}
-            inner = self._other(weight, group=self._group, max_m=max_m, layout=turned, **options) or self
+            options = self._request._replace(config=self._backward_config)._asdict()
+            options |= {"db": self._db, "check": self._check, "prove": self._prove}
+            inner = self._other(weight, group=self._group, max_m=self._max_m, layout=turned, **options) or self
             if inner is not self:  # from now on only the shape and type of its weight are read
                 inner._buffers["weight"] = weight.new_empty(1).expand(weight.shape)
             # Not by an attribute's assignment: torch would register it as a submodule, and state_dict() would hold it.
@@ -555,7 +560,7 @@ class ParallelLinear(Module):
 
     def extra_repr(self) -> str:
         k, n = self.sides_of(self.weight)
-        max_m, *_ = (self._like[0] if self._like else self)._asked
+        max_m = self._owner._max_m
         turned = ", layout=kn" if self._layout == "kn" else ""
         return f"in_features={k}, out_features={n}, bias={self.bias is not None}{turned}, max_m={max_m}, ranks={self.world_size}"
 

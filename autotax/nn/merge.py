@@ -22,7 +22,7 @@ from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,
 )
-from autotax.nn.base import increment_version
+from autotax.nn.base import Request, increment_version
 from autotax.nn.fallback import PlainMerge
 from autotax.nn.groups import on_device
 from autotax.nn.sized import SizedModule, nothing, remember
@@ -93,15 +93,15 @@ class DecodeMerge(SizedModule):
     ) -> None:
         super().__init__(group, db, check, device=device)
         self._dtype, self._masked = dtype, masked
-        self._asked = (max_batch, heads, head_dim, output, base, conditions, config, sizes)
+        self._limits = {"batch": max_batch, "heads": heads, "head_dim": head_dim, "output": output, "base": base}
+        self._request = Request(conditions, config, sizes)
         self.prepare()
 
     def _blank(self) -> dict[str, Any]:
         return super()._blank() | {"_scratch_lse": None}
 
     def _greatest(self, dtype: str) -> MergeProblem:
-        max_batch, heads, head_dim, output, base, *_ = self._asked
-        return MergeProblem(max_batch, heads, head_dim, dtype, self.world_size, output, base)
+        return MergeProblem(dtype=dtype, world_size=self.world_size, **self._limits)
 
     def _make_plain(self) -> PlainMerge:
         self._scratch_lse = torch.empty(self._most.batch, self.out_heads, dtype=torch.float32, device=self._device)
@@ -110,8 +110,8 @@ class DecodeMerge(SizedModule):
     @property
     def out_heads(self) -> int:
         """Heads whose output this rank gets."""
-        _, heads, _, output, *_ = self._asked
-        return heads // self.world_size if output == "head_scatter" else heads
+        heads: int = self._limits["heads"]
+        return heads // self.world_size if self._limits["output"] == "head_scatter" else heads
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         """Other numbers of tokens and other strides of LSE need no further compilation."""
@@ -326,6 +326,6 @@ class DecodeMerge(SizedModule):
         return remember(self._calls, tokens, self._fitting(tokens))
 
     def extra_repr(self) -> str:
-        batch, heads, dim, output, base, *_ = self._asked
+        batch, heads, dim, output, base = self._limits.values()
         sizes = f"heads={heads}, head_dim={dim}, max_batch={batch}, dtype={self._dtype}"
         return f"{sizes}, output={output}, base={base}, ranks={self.world_size}"

@@ -26,7 +26,7 @@ from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,
 )
-from autotax.nn.base import NO_BACKWARD, increment_version
+from autotax.nn.base import NO_BACKWARD, Request, increment_version
 from autotax.nn.consensus import configs_for, deployed_as
 from autotax.nn.fallback import PlainNorm
 from autotax.nn.groups import on_device
@@ -101,7 +101,9 @@ class AllReduceNorm(SizedModule):
     ) -> None:
         super().__init__(group, db, check, prove, device)
         self._dtype, self._eps = dtype, eps
-        self._asked = (max_m, hidden, "added" if residual else "none", quant, offset, conditions, config, sizes)
+        added = "added" if residual else "none"
+        self._limits = {"m": max_m, "hidden": hidden, "residual": added, "quant": quant, "offset": offset}
+        self._request = Request(conditions, config, sizes)
         self.prepare()
 
     def _blank(self) -> dict[str, Any]:
@@ -113,8 +115,7 @@ class AllReduceNorm(SizedModule):
     def _greatest(self, dtype: str) -> NormProblem:
         if not (isinstance(self._eps, int | float) and 0 < self._eps < math.inf):
             raise UsageError(f"eps is {self._eps}; it must be a number above 0: give such a one")
-        max_m, hidden, residual, quant, offset, *_ = self._asked
-        return NormProblem(max_m, hidden, dtype, self.world_size, residual, quant, offset)
+        return NormProblem(dtype=dtype, world_size=self.world_size, **self._limits)
 
     def _make_plain(self) -> PlainNorm:
         plain_norm = PlainNorm(self._world, self._most, self._device)
@@ -307,7 +308,7 @@ class AllReduceNorm(SizedModule):
     @property
     def adds_residual(self) -> bool:
         """Whether calls bring a residual."""
-        return self._asked[2] == "added"
+        return bool(self._limits["residual"] == "added")
 
     def works_in_place(self, rows: int) -> bool:
         """Whether the call for this number of rows reads each element of x and the residual before anything overwrites it."""
@@ -368,7 +369,7 @@ class AllReduceNorm(SizedModule):
         return remember(self._calls, rows, call)
 
     def extra_repr(self) -> str:
-        max_m, hidden, residual, quant, offset, *_ = self._asked
+        max_m, hidden, residual, quant, offset = self._limits.values()
         sizes = f"hidden={hidden}, max_m={max_m}, dtype={self._dtype}, eps={self._eps}"
         return f"{sizes}, residual={residual}, quant={quant}, offset={offset}, ranks={self.world_size}"
 
@@ -385,8 +386,7 @@ def winners_behind(
 ) -> list[tuple[Problem, Config]]:
     """The tuned configs of norms behind the product of a layer that has a norm. Collective."""
     layer._norm[0].use_from_this_thread()
-    _, conditions, *_ = layer._asked
-    deployed = deployed_as(conditions, hardware.on_gpu)
+    deployed = deployed_as(layer._request.conditions, hardware.on_gpu)
     configs, stale = configs_for(layer._world, problems, hardware, deployed, layer._db, None, layer._prove, counted=False)
     notes += stale
     return [(problem, config) for problem, config in zip(problems, configs, strict=True) if config]

@@ -22,7 +22,7 @@ from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, ceil_div
 from autotax.hardware import Hardware
 from autotax.nn import custom_ops
-from autotax.nn.base import NO_OUT, increment_version, module_of
+from autotax.nn.base import NO_OUT, Request, increment_version, module_of
 from autotax.nn.fallback import PlainScaled
 from autotax.nn.groups import on_device
 from autotax.nn.norm import AllReduceNorm, held
@@ -203,7 +203,7 @@ class ScaledLinear(ScaledNormed):
         self._wide_class, self.columns = wide_class, columns
         self.kind, self.layout, self.quantize, self.out_dtype = kind, layout, quantize, out_dtype
         self.accumulate = accumulate
-        self._asked = max_m, conditions, config, sizes
+        self._max_m, self._request = max_m, Request(conditions, config, sizes)
         if not weight.is_meta:
             self.prepare()
 
@@ -225,13 +225,13 @@ class ScaledLinear(ScaledNormed):
         return GemmReduceScatter(rows, n, k, "e4m3", output, self.world_size, *more)
 
     def _make(self) -> None:
-        max_m, conditions, config, sizes = self._asked
+        conditions, config, sizes = self._request
         ranks = self._world.size if self._world else 1
         unit = 1 if self.kind == "all_reduce" else ranks
         per_rank = ranks if self.kind == "all_gather" else 1
 
         def problems() -> list[Any]:
-            most = greatest_rows(max_m, unit)
+            most = greatest_rows(self._max_m, unit)
             return [self.problem(m // per_rank) for m in sizes_up_to(most, unit, [most] if config else sizes)]
 
         prepared_for, deployed = self._agreed(problems, conditions)
@@ -458,9 +458,8 @@ class ScaledLinear(ScaledNormed):
         """Makes the backward ready: a layer of the same kind with the weight in bf16. Collective."""
         self._ensure_ready()
         if self._gradient is None and self.backward_weight is not None:
-            max_m, conditions, _, sizes = self._asked
-            options = {"db": self._db, "conditions": conditions, "sizes": sizes}
-            wide = self._wide_class(self.backward_weight.detach(), self._group, max_m, **options)
+            options = {"db": self._db, "conditions": self._request.conditions, "sizes": self._request.sizes}
+            wide = self._wide_class(self.backward_weight.detach(), self._group, self._max_m, **options)
             wide.prepare_backward()
             vars(self)["_gradient"] = wide  # torch would register an assigned attribute as a submodule
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.hardware import Hardware
-from autotax.nn.base import Module
+from autotax.nn.base import Module, Request
 from autotax.nn.consensus import DTYPES
 from autotax.operators import registry
 
@@ -29,8 +29,9 @@ class SizedModule(Module):
     SIZE: str
     """The field of its problems that varies."""
     _dtype: torch.dtype
-    _asked: tuple[Any, ...]
-    """Options of the construction; the last three are conditions, a config and sizes."""
+    _limits: dict[str, Any]
+    """The fields of the problem of the greatest size."""
+    _request: Request
     _most: Any
     """The problem of the greatest size."""
     _plain: Any
@@ -54,7 +55,7 @@ class SizedModule(Module):
         raise NotImplementedError
 
     def _make(self) -> None:
-        *_, conditions, config, sizes = self._asked
+        conditions, config, sizes = self._request
 
         def problems_here() -> list[Any]:
             if self._dtype not in DTYPES:

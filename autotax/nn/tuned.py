@@ -15,7 +15,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware, require_problem
-from autotax.nn.base import Module, increment_version
+from autotax.nn.base import Module, Request, increment_version
 from autotax.nn.consensus import require_alike
 from autotax.nn.tensor_checks import plain, recorded, require_apart, require_no_tangent, require_tensor
 from autotax.operators import registry
@@ -38,7 +38,7 @@ class Tuned(Module):
     """
 
     _problems: tuple[Problem, ...]
-    _asked: tuple[Conditions | None, Config | None]
+    _request: Request
     _kernels: dict[Problem, list[Any]]
     _calls: dict[Problem, tuple[Any, Call]]
 
@@ -56,22 +56,21 @@ class Tuned(Module):
     ) -> None:
         super().__init__(group, db, check, prove, device)
         self._problems = tuple(problems) if isinstance(problems, Iterable) else (problems,)
-        self._asked = conditions, config
+        self._request = Request(conditions, config)
         self.prepare(group)
 
     def _blank(self) -> dict[str, Any]:
         return super()._blank() | {"_calls": {}, "_kernels": {}}
 
     def _make(self) -> None:
-        conditions, config = self._asked
-        problems, deployed = self._agreed(self._prepared_for, conditions)
+        problems, deployed = self._agreed(self._prepared_for, self._request.conditions)
         world = self._world
         ranks = world.size if world else 1
         if not problems or world is None or any(problem.world_size != ranks for problem in problems):
             raise UsageError(f"the group has {ranks} ranks; problems are for as many, two at least: give others or another group")
         loaded = ", ".join(f"{name} {digest}" for name, digest in registry.fingerprints().items())
         require_alike(world, "what is loaded", loaded)
-        self._look_up(problems, deployed, config)
+        self._look_up(problems, deployed, self._request.config)
 
     def _baselines(self, pairs: list[tuple[Any, Config | None]], hardware: Hardware) -> list[tuple[Any, Config]]:
         return [(problem, registry.of(problem).fallback(problem, hardware)) for problem, _ in pairs]
