@@ -17,6 +17,9 @@ from autotax.db.shipped import Source
 from autotax.operators import registry
 from autotax.spaces import space_for
 
+LEAST_EXPECTED = 0.98
+"""A winner of another size is taken only if it is expected to be this many times as fast as BSP."""
+
 
 @dataclass(frozen=True, eq=False)
 class Answer(Config):
@@ -46,9 +49,11 @@ def answer(problem: Problem, here: Place, sources: Sequence[Source], *, allow_st
     for source in sources:
         if answered := _exact(problem, here, source, refused) or _nearest(problem, here, source, refused):
             return answered
-    for source in sources:
-        if answered := _between(problem, here, source, refused):
-            return answered
+    families = [source.index.of_family(problem.key) for source in sources]
+    for of_greater in (_between, _above):
+        for source, family in zip(sources, families, strict=True):
+            if answered := of_greater(problem, here, source, family, refused):
+                return answered
     if stricter := operator.stricter(problem):
         for source in sources:
             if answered := _stricter(problem, *stricter, here, source, refused):
@@ -150,22 +155,21 @@ def _stricter(problem: Problem, like: Problem, left: float, here: Place, source:
 
 
 def _expected_to_help(
-    problem: Problem, here: Place, winner: IndexedWinner, share: float, subject: str, refused: list[str]
-) -> bool:
+    problem: Problem, here: Place, winner: IndexedWinner, share: float, subject: str, refused: list[str],
+    least: float = LEAST_EXPECTED,
+) -> bool:  # fmt: skip
     """Whether a winner of another problem fits, and is expected to beat BSP when only a `share` of its speed-up is left.
     `refused` takes why not.
     """
     if not any(_fitting(problem, here, [winner], refused, f"{subject} does")):
         return False
     expected = winner.interval_low * share
-    if expected >= LEAST_EXPECTED or winner.config.variant == "bsp":
+    if expected >= least or winner.config.variant == "bsp":
         return True
     refused.append(f"{subject} is expected to be {expected:.2f}x as fast as BSP here")
     return False
 
 
-LEAST_EXPECTED = 0.98
-"""A winner of another size is taken only if it is expected to be this many times as fast as BSP."""
 LIBRARY_ROWS = 128
 """Rows of a tile of the vendor's GEMM."""
 
@@ -193,12 +197,16 @@ LEAST_BETWEEN = 1.02
 """A winner of greater sizes is taken only if it is at least this many times as fast as BSP here, should times grow with sizes."""
 
 
-def _between(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
+Family = Sequence[IndexedWinner]
+"""All winners of a source that differ from a problem in varying sizes alone, stale ones too."""
+
+
+def _between(problem: Problem, here: Place, source: Source, family: Family, refused: list[str]) -> Answer | None:
     """The winner of greater sizes, where BSP takes longer at smaller sizes already.
 
     Times grow with sizes: here the config takes at most its time at the greater sizes, and BSP at least that at the smaller ones.
     """
-    family = _current(source.index.of_family(problem.key), here)
+    family = _current(family, here)
     sizes = {winner.problem_key: _sizes(winner.problem_key, problem) for winner in family}
 
     def is_within(winner: IndexedWinner, *, above: bool) -> bool:
@@ -216,6 +224,31 @@ def _between(problem: Problem, here: Place, source: Source, refused: list[str]) 
         if least >= LEAST_BETWEEN and any(_fitting(problem, here, [winner], refused, f"the winner for {tuned} does")):
             reason = f"tuned for {tuned}, where it is {least:.2f}x faster than BSP for {at}"
             return _tuned(winner, "nearest", f"{source.origin}{reason}")
+    return None
+
+
+MOST_ABOVE, LEAST_ABOVE = 2.0, 1.1
+"""Beyond the bucket a winner of up to twice the size is taken, if it is expected to be 1.1 times as fast as BSP: at another size
+another config may be the fastest.
+"""
+
+
+def _above(problem: Problem, here: Place, source: Source, family: Family, refused: list[str]) -> Answer | None:
+    """The winner of the next greater size, for problems of one varying size. A problem with a stale winner waits for its refresh.
+    """
+    if any(winner.problem_key == problem.key for winner in family):
+        return None
+
+    def is_above(winner: IndexedWinner) -> bool:
+        ratios = [size / getattr(problem, name) for name, size in _sizes(winner.problem_key, problem).items()]
+        return len(ratios) == 1 and 1 < ratios[0] <= MOST_ABOVE
+
+    greater = filter(is_above, _current(family, here))
+    for winner in _by_distance(problem, [winner for winner in greater if winner.config.variant != "bsp"]):
+        sizes = _sizes(winner.problem_key, problem)
+        difference, share = _difference(problem, sizes), _kept_share(problem, sizes, winner.config)
+        if _expected_to_help(problem, here, winner, share, f"the next greater winner, {difference},", refused, LEAST_ABOVE):
+            return _tuned(winner, "nearest", f"{source.origin}the next greater size, {difference}; {_margin(winner)} there")
     return None
 
 

@@ -98,11 +98,13 @@ def test_hardware_may_be_given(db: Path) -> None:
         (replace(PROBLEM, m=512), [384, 385], 385),
         (replace(PROBLEM, m=420), [400, 441], 441),  # both 1.05x away: the larger
         (replace(PROBLEM, m=512), [384], None),
-        (replace(PROBLEM, m=512), [513], None),
-        (replace(PROBLEM, m=384), [385], None),
+        (replace(PROBLEM, m=512), [513], 513),
+        (replace(PROBLEM, m=384), [385, 512], 385),
+        (replace(PROBLEM, m=300), [250, 600, 1024], 600),
+        (replace(PROBLEM, m=512), [1025], None),
     ],
 )
-def test_nearest_is_in_the_same_bucket(
+def test_nearest_is_in_the_same_bucket_or_the_next_greater_size(
     db: Path, asked: AllGatherGemm, winners: list[int], nearest: int | None
 ) -> None:
     with Store.open(db) as store:
