@@ -36,7 +36,7 @@ from autotax.software import environment
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, Listener, Progress, Settings, Verdict, equal_code
 from autotax.tuner.comparison import Choice, baseline_for, best_of, shown_variants, trials_here
-from autotax.tuner.progress import frame
+from autotax.tuner.progress import Refreshed, frame
 from autotax.tuner.tuning import TimeLimit
 
 if TYPE_CHECKING:
@@ -148,27 +148,6 @@ def _begin(job: Job, hardware: Hardware, runner: runners.LiveRunner, store: Stor
     """Lets compilers begin with the next problem. Best effort: errors come up again when that problem is tuned."""
     with suppress(Exception):
         tuner.compile_ahead(job[0], hardware, runner, store, environment(hardware.backend), job[1])
-
-
-@dataclass(frozen=True)
-class Refreshed:
-    """The result of a refresh of one problem: its former winners, and the verdict of the new round."""
-
-    stale: Stale
-    verdict: Verdict
-
-    @property
-    def outcome(self) -> str:
-        """`kept`: a former winner is fastest here too. `replaced`: an alternative is faster. `bsp`: nothing is faster than BSP.
-        `failed`: nothing could be verified. `interrupted`, `late`: Ctrl-C or the time limit came first.
-        """
-        winner = self.verdict.winner
-        if winner is None:
-            return "interrupted" if self.verdict.interrupted else "late" if self.verdict.late else "failed"
-        config = winner.measurement.config
-        if self.verdict.tie or config.variant == registry.of(self.verdict.problem).baseline:
-            return "bsp"
-        return "kept" if config in self.stale.configs else "replaced"
 
 
 def refresh(
@@ -378,14 +357,29 @@ def tune_callable(
 ) -> Verdict:  # fmt: skip
     """Tunes one function of yours, without declaring an operator. Figures, proofs and the database are those of `tune`.
 
-    - `make(params, context)` runs on every rank and returns a callable that takes the inputs and the output. The call of `make`
-      is collective, so symmetric memory comes from `context.heap`. `baseline(context)` returns the bulk-synchronous callable.
-      Both enqueue their work through `context` (launch, copy, matmul, collectives), which only compiles in a rehearsal.
-    - `tunables`: the values of each parameter, the first of which are tried first.
-    - `inputs(draw)` returns the inputs of a rank, `reference(calls, rank)` the correct float32 output of a rank.
+    All functions have names and belong to a module, a script or notebook cells. Ranks import the former; of cells, the source
+    of the functions and of what they refer to is kept in a file.
 
-    All are named functions of a module, of a script or of notebook cells. Ranks import the former; of cells, the source of the
-    functions and of what they refer to is kept in a file. `settings` are those of `tune`.
+    Args:
+        make: The function `make(params, context)`, which returns a callable of the inputs and the output. Every rank calls it at
+            once, so symmetric memory comes from `context.heap`. The callable enqueues its work through `context` (launch,
+            copy, matmul, collectives), which only compiles in a rehearsal.
+        tunables: The values of each parameter, the first of which are tried first.
+        inputs: The function `inputs(draw)`, which returns the inputs of a rank.
+        reference: The function `reference(calls, rank)`, which returns the correct float32 output of a rank.
+        baseline: The function `baseline(context)`, which returns the bulk-synchronous callable.
+        name: The name of the problem. Default: that of `make`.
+        dtype: The type of inputs and output: bf16, fp16 or fp32.
+        world_size: The number of ranks. Default: all GPUs of this machine, or two CPU ranks.
+        backend: As in `tune`.
+        settings: As in `tune`.
+
+    Returns:
+        The verdict: the winner, the finalists and how trials ended.
+
+    Raises:
+        UsageError: Bad input, before anything is started.
+        MachineError: The machine or the database failed.
     """
     from autotax.declare import declare
 

@@ -42,16 +42,24 @@ def lookup(
     allow_stale: bool = False,
     prove: bool | float = False,
 ) -> Answer:
-    """The config to run for `problem` on `hardware` (default: this machine), from the database `db` (default: yours), for calls
-    made under `conditions` (default: the usual ones on that hardware).
+    """The config to run for a problem. A missing winner or database raises no error.
 
-    A missing winner or database raises no error; a broken database is a UsageError. With `allow_stale`, a winner of this problem
-    from other hardware or software is preferred to bulk-synchronous. Answers are cached until `reload`: later winners or a
-    changed $AUTOTAX_DB have no effect before.
+    Answers are cached until `reload`: later winners or a changed $AUTOTAX_DB have no effect before.
 
-    `prove`: if the winner of this problem is stale only in software, it is first proven again on separate ranks, for at most
-    `prove` seconds (True: as $AUTOTAX_PROVE_S says). Use it only in programs that do not use the GPUs yet; modules have their own
-    `prove`.
+    Args:
+        problem: The problem of the calls.
+        hardware: Where the calls run. Default: this machine.
+        db: The database, a path or a URL. Default: yours.
+        conditions: The conditions of the calls. Default: the usual ones on that hardware.
+        allow_stale: Prefer a winner of this problem from other hardware or software to bulk-synchronous.
+        prove: Prove a winner that is stale only in software again, on separate ranks. A number limits the seconds; True means
+            $AUTOTAX_PROVE_S. Only for programs that do not use the GPUs yet; modules have their own `prove`.
+
+    Returns:
+        A config, with the reason for its choice: the winner of this problem, that of a size nearby, or bulk-synchronous.
+
+    Raises:
+        UsageError: Bad input, or a broken database.
     """
     if prove is not False:
         _prove(problem, _place(hardware, conditions), db, prove)
@@ -156,10 +164,16 @@ def tally(url: str, problem: Problem, hardware: Hardware, conditions: Conditions
 
 
 def save_misses(db: str | Path | None = None) -> int:
-    """Writes the misses since the last save to the database `db` (default: yours). Returns the number of problems.
+    """Writes the misses since the last save to the database, which is created if it is missing.
 
-    Creates the database if it is missing. Raises UsageError or MachineError if it cannot be written; then the misses stay
-    counted.
+    Args:
+        db: The database, a path or a URL. Default: yours.
+
+    Returns:
+        The number of problems.
+
+    Raises:
+        UsageError, MachineError: The database cannot be written. The misses stay counted.
     """
     return _save(resolve_url(db))
 

@@ -36,7 +36,7 @@ class Order:
     """A tuner that sends no message for this time is ended."""
     patience_s: float = PATIENCE_S
     """Seconds to wait for a database that does not answer."""
-    bench: str = "autotax.fleet.tuner_process"
+    tuner_module: str = "autotax.fleet.tuner_process"
     """The module of the tuner process."""
 
     @property

@@ -51,13 +51,13 @@ def serve(pipe: Connection, runners: Runners = live_runner, find: Callable[[Orde
     order: Order = pipe.recv()
     hardware = find(order)
     pipe.send(HostHello(hardware, environment(hardware.backend)))
-    bench = HostTuner(order, hardware, runners, pipe.send)
+    tuner = HostTuner(order, hardware, runners, pipe.send)
     with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
             request = pipe.recv()
-            pipe.send(bench.probe(request.job) if isinstance(request, Probe) else bench.tune(request))
+            pipe.send(tuner.probe(request.job) if isinstance(request, Probe) else tuner.tune(request))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    bench.close()
+    tuner.close()
 
 
 class HostTuner:

@@ -55,7 +55,7 @@ class TunerProcess:
         self._child: Child | None = None
 
     def start(self, order: Order) -> HostHello:
-        self._child = Child.start(order.bench, (), {})
+        self._child = Child.start(order.tuner_module, (), {})
         self.send(order)
         hello = self.receive(START_S)
         if not isinstance(hello, HostHello):
@@ -102,7 +102,7 @@ class Worker:
     """One worker. `run` returns when the fleet no longer needs it, with a text that says how it ended."""
 
     order: Order
-    bench: TunerLike = field(default_factory=TunerProcess)
+    tuner: TunerLike = field(default_factory=TunerProcess)
     claim: Claim | None = None
     trials: int = 0
     busy_s: float = 0.0
@@ -128,7 +128,7 @@ class Worker:
     def run(self) -> str:
         state, note = "failed", ""
         try:
-            self._place = self.bench.start(self.order)
+            self._place = self.tuner.start(self.order)
             self.kind = self._place.hardware.digest
             self._queue.join(self.id, self.order.fleet, self.order.slot, self.name, self._place)
             state, note = self._work()
@@ -153,7 +153,7 @@ class Worker:
                     return "left", ""
                 if self.claim and not answer.held:
                     self.claim = None  # another worker has it
-                    self._restart_bench()
+                    self._restart_tuner()
                 if why := self._differs(answer.software):
                     return "refused", why
                 if answer.dealt and not self._probed:
@@ -199,7 +199,7 @@ class Worker:
         self._probed = True
         if job:
             self._probing_since, self._probe_key = time.monotonic(), job.problem.key
-            self.bench.send(Probe(job))
+            self.tuner.send(Probe(job))
 
     def _end_probe(self, us: float | None) -> None:
         self._probing_since = self._beaten = 0.0
@@ -222,11 +222,11 @@ class Worker:
         assert self.claim is not None
         self._tries += 1
         self._heard = time.monotonic()
-        self.bench.send(self.claim.job)
+        self.tuner.send(self.claim.job)
 
-    def _restart_bench(self) -> None:
-        self.bench.kill()
-        self.bench.start(self.order)
+    def _restart_tuner(self) -> None:
+        self.tuner.kill()
+        self.tuner.start(self.order)
 
     # Messages of the tuner process
 
@@ -239,17 +239,17 @@ class Worker:
                     self._send()
                 time.sleep(0.1)
                 return
-            heard = self.bench.receive(min(0.5, self.order.beat_s))
+            heard = self.tuner.receive(min(0.5, self.order.beat_s))
         except TunerLost as lost:
             if self.claim is None:
                 raise
-            self._restart_bench()
+            self._restart_tuner()
             self._ended(Ended("trouble", str(lost)))
             return
         if heard is not None:
             self._heard = time.monotonic()
         elif self.claim and time.monotonic() - self._heard > self.order.hang_s:
-            self._restart_bench()
+            self._restart_tuner()
             self._ended(Ended("trouble", f"the tuner reported nothing for {self.order.hang_s:.0f} s and was ended"))
         if isinstance(heard, TrialEnded):
             self.trials += heard.done > self._step.done
@@ -259,7 +259,7 @@ class Worker:
         elif isinstance(heard, Probed):
             self._end_probe(heard.us)
         elif self._probing_since and time.monotonic() - self._probing_since > START_S:
-            self._restart_bench()
+            self._restart_tuner()
             self._end_probe(None)
 
     def _ended(self, ended: Ended) -> None:
@@ -296,7 +296,7 @@ class Worker:
                 self.busy_s += time.monotonic() - self._began
                 self._interrupt()
         finally:
-            self.bench.kill()
+            self.tuner.kill()
             self._queue.patience_s = 0.0
             try:
                 if self.claim:
@@ -310,11 +310,11 @@ class Worker:
 
     def _interrupt(self) -> None:
         """Interrupts the tuner process by SIGINT, so that its run can store that it was interrupted."""
-        self.bench.interrupt()
+        self.tuner.interrupt()
         until = time.monotonic() + ENDING_S
         try:
             while (left := until - time.monotonic()) > 0:
-                if isinstance(self.bench.receive(left), Ended):
+                if isinstance(self.tuner.receive(left), Ended):
                     return
         except TunerLost:
             pass

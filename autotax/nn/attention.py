@@ -209,23 +209,31 @@ class FlashDecode(SizedModule):
         kv_scales: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """The attention of q [B, q_heads, head_dim], which is the same on all ranks: [B, out_heads, head_dim], in `out` if given.
-
-        k_shard, v_shard [B, kv_heads, S, head_dim]: room for S tokens of each sequence on this rank; kv_lens int32 [B]: how
-        many this rank holds of each, at most S (looked at only with `check`: it waits for the device). S may differ from rank
-        to rank, B may not.
-
-        With pages k_shard and v_shard are [P, page, kv_heads, head_dim]: any number of pages. Sequences may share them.
-        block_table int32 [B, pages of the longest] holds the page numbers of each sequence on this rank, in the order of its
-        tokens. Entries beyond a sequence's length are not read.
-
-        With several `queries` q is [B, q_heads, queries, head_dim], and kv_lens [B, queries]: how many of this rank's tokens each
-        query token sees. With a window kv_starts, of the same shape, is the first that it sees; both do not decrease from
-        one query token to the next (`autotax.nn.seen_tokens` makes them). K and V of 8 bits come with kv_scales, float32
-        [2, kv_heads] (`autotax.nn.kv_scales`); `sinks` are float32 [q_heads], the same on all ranks.
+        """The attention of one query token of each sequence, or of several.
 
         Enqueues on the current stream of the module's device; every rank must make the same calls in the same order, one at a
-        time. Raises UsageError for what is not allowed, before anything is enqueued.
+        time. `autotax.nn.seen_tokens` makes kv_lens and kv_starts for several queries, `autotax.nn.kv_scales` the scales.
+
+        Args:
+            q: [B, q_heads, head_dim], the same on all ranks; with several `queries` [B, q_heads, queries, head_dim].
+            k_shard: [B, kv_heads, S, head_dim], with room for S tokens of each sequence on this rank. S may differ from rank to
+                rank, B may not. With pages it is [P, page, kv_heads, head_dim]. Sequences may share pages.
+            v_shard: Like k_shard.
+            kv_lens: int32 [B], the tokens of each sequence on this rank, at most S (looked at only with `check`: it waits for the
+                device). With several queries [B, queries]: how many of them each query token sees.
+            block_table: int32 [B, pages of the longest], the page numbers of each sequence on this rank, in the order of its
+                tokens. Entries beyond a sequence's length are not read.
+            out: Where to store the result. Default: a new tensor.
+            kv_starts: With a window, shaped like kv_lens: the first token that a query token sees. Neither decreases from one
+                query token to the next.
+            kv_scales: float32 [2, kv_heads], for K and V of 8 bits.
+            sinks: float32 [q_heads], the same on all ranks.
+
+        Returns:
+            [B, out_heads, head_dim], or [B, out_heads, queries, head_dim].
+
+        Raises:
+            UsageError: A tensor is not allowed; nothing is enqueued.
         """
         if is_dynamo_compiling():
             return self._traced(q, k_shard, v_shard, kv_lens, block_table, out, kv_starts, kv_scales, sinks)
@@ -497,12 +505,19 @@ class FlashDecode(SizedModule):
 def seen_tokens(
     lengths: Tensor, rank: int, ranks: int, *, queries: int = 1, window: int = 0, interleave: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """`kv_lens` and `kv_starts` of a rank, int32 [B], or [B, queries] for several query tokens a sequence.
+    """The tokens of a rank that query tokens see. A query token sees itself and earlier tokens.
 
-    `lengths` [B] count the tokens of whole sequences over all ranks, including the query tokens at the end. The ranks get
-    tokens in turn, `interleave` neighbours at a time. 1 is vLLM's default; the cache's tokens per sequence and rank give each
-    rank one piece. A query token sees itself and earlier tokens, or with a `window` the last `window` of these. If a
-    sequence has fewer tokens than queries, the first queries see no token.
+    Args:
+        lengths: int [B], the tokens of whole sequences over all ranks, including the query tokens at the end.
+        rank: The rank whose tokens are counted.
+        ranks: The number of ranks.
+        queries: Query tokens of each sequence. If a sequence has fewer tokens, its first queries see none.
+        window: A query token sees the last so many tokens, itself included. 0: all.
+        interleave: The ranks get tokens in turn, so many neighbours at a time. 1 is vLLM's default; the cache's tokens per
+            sequence and rank give each rank one piece.
+
+    Returns:
+        `kv_lens` and `kv_starts`, int32 [B], or [B, queries] with several queries.
     """
     turn = interleave * ranks
     behind = lengths[:, None] - queries + 1 + torch.arange(queries, device=lengths.device)
@@ -521,9 +536,16 @@ def seen_tokens(
 def kv_scales(
     k_scale: Tensor | float, v_scale: Tensor | float, kv_heads: int, device: torch.device | str | None = None
 ) -> Tensor:
-    """`kv_scales` float32 [2, kv_heads] of a layer. An element of K is its 8-bit value times the scale of its head.
+    """The scales of a layer's 8-bit K and V. An element is its 8-bit value times the scale of its head.
 
-    Each argument is one number, or one number for each KV head.
+    Args:
+        k_scale: One number, or one for each KV head.
+        v_scale: Likewise.
+        kv_heads: The number of KV heads.
+        device: Where the result is. Default: that of the scales, or else the CPU.
+
+    Returns:
+        float32 [2, kv_heads], for FlashDecode.
     """
     tensor = (torch.as_tensor(scale, dtype=torch.float32, device=device).reshape(-1) for scale in (k_scale, v_scale))
     return torch.stack([scale.expand(kv_heads) for scale in tensor])

@@ -149,6 +149,19 @@ class AllGatherLinear(ParallelLinear):
     # Calling.
 
     def forward(self, x: Tensor, out: Tensor | None = None, gathered: bool = False) -> Any:
+        """The product of the rows of all ranks and this rank's weight. Enqueues on the current stream of x's device.
+
+        Args:
+            x: [m / ranks, ..., k], this rank's rows.
+            out: Where to store y. Default: a new tensor.
+            gathered: Whether to return the gathered x too.
+
+        Returns:
+            y [m, ..., n], or a tuple of one for each weight; with `gathered` also x of all ranks, [m, ..., k].
+
+        Raises:
+            UsageError: A tensor is not allowed; nothing is enqueued.
+        """
         state = self.__dict__
         if gathered or state["columns"] or is_compiling():
             return self._unusual(x, out, gathered)
@@ -307,6 +320,19 @@ class RowParallelLinear(ParallelLinear):
         )  # fmt: skip
 
     def forward(self, x: Tensor, out: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """The sum over the ranks of their products. Enqueues on the current stream of x's device.
+
+        Args:
+            x: [m, ..., k], this rank's columns of x.
+            out: Where to store y. Default: a new tensor.
+            residual: Shaped like y; it is added to the sum.
+
+        Returns:
+            y [m, ..., n], or this rank's rows of it where the layer scatters them.
+
+        Raises:
+            UsageError: A tensor is not allowed; nothing is enqueued.
+        """
         if residual is None:
             return super().forward(x, out)
         if is_compiling():

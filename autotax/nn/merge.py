@@ -136,18 +136,28 @@ class DecodeMerge(SizedModule):
         seq_lens: Tensor | None = None,
         query_start_loc: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The merge of o [..., heads, head_dim] and lse float32 [..., heads], of which each rank has its own.
+        """Merges the partial attention of all ranks by their log-sum-exps.
 
-        Returns [..., out_heads, head_dim], in `out` if given; with `return_lse` also the merged log-sum-exps, float32
-        [..., out_heads], in `merged_lse` if given. Leading dimensions are query tokens, for instance [batch, queries]. A row
-        whose lse is -inf, +inf or NaN is empty, whatever o holds there. A row that is empty on all ranks is 0, with lse -inf.
+        A row whose lse is -inf, +inf or NaN is empty, whatever o holds there. A row that is empty on all ranks is 0, with lse
+        -inf. Enqueues on the current stream of the module's device; every rank must make the same calls in the same order, one
+        at a time.
 
-        A `masked` module takes the empty rows from two tensors instead: `seq_lens` int32 [sequences], how many tokens of each
-        this rank holds, and `query_start_loc` int32 [sequences + 1], the first query token of each and the end. If this
-        rank holds no tokens of a sequence, the rows of the sequence are empty. Rows after the last sequence are always empty.
+        Args:
+            o: [..., heads, head_dim], this rank's part. Leading dimensions are query tokens, for instance [batch, queries].
+            lse: float32 [..., heads], with any strides.
+            out: Where to store the result. Default: a new tensor.
+            merged_lse: Where to store the merged log-sum-exps. Default: a new tensor.
+            return_lse: Whether to return the merged log-sum-exps too.
+            seq_lens: For a `masked` module: int32 [sequences], how many tokens of each sequence this rank holds. Without any, the
+                rows of the sequence are empty.
+            query_start_loc: For a `masked` module: int32 [sequences + 1], the first query token of each sequence and the end.
+                Rows after the last sequence are empty.
 
-        lse may have any strides. Enqueues on the current stream of the module's device; every rank must make the same calls in
-        the same order, one at a time. Raises UsageError for what is not allowed, before anything is enqueued.
+        Returns:
+            [..., out_heads, head_dim]; with `return_lse` also float32 [..., out_heads].
+
+        Raises:
+            UsageError: A tensor is not allowed; nothing is enqueued.
         """
         if not is_compiling():
             result, merged = self.run(o, lse, out, merged_lse, seq_lens, query_start_loc, requested=return_lse)

@@ -93,7 +93,19 @@ class Tuned(Module):
         yield problem, (*call.tensors, call.out)
 
     def forward(self, *inputs: Tensor, out: Tensor | None = None, problem: Problem | None = None) -> Tensor:
-        """The output of one call, in `out` if that is given. Enqueues on the current stream of the module's device."""
+        """One call of the operator. Enqueues on the current stream of the module's device.
+
+        Args:
+            inputs: The tensors of the operator, contiguous, as its declaration draws them.
+            out: Where to store the output. Default: a new tensor.
+            problem: The problem of the call. Default: the first one of the module.
+
+        Returns:
+            The output.
+
+        Raises:
+            UsageError: A tensor or the problem is not allowed; nothing is enqueued.
+        """
         self._ensure_ready()
         requested = problem or self._problems[0]
         if self._guards[2]:

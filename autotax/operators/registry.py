@@ -39,8 +39,13 @@ LONGEST = 200
 
 
 def load(name: str) -> None:
-    """Imports a module (`package.module`, or the path of a .py file) that declares operators or variants. Raises UsageError if
-    that fails, with nothing declared, and for a file that has changed since it was loaded.
+    """Imports a module that declares operators or variants.
+
+    Args:
+        name: `package.module`, or the path of a .py file.
+
+    Raises:
+        UsageError: The import failed, with nothing declared, or the file has changed since it was loaded.
     """
     load_built_in()
     if name in digests:

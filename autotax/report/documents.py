@@ -17,7 +17,6 @@ from autotax.runner.measurement import Measurement
 from autotax.tuner.finalists import median_interval
 
 if TYPE_CHECKING:
-    from autotax.api import Refreshed
     from autotax.db import TrialRecord, WinnerRecord
     from autotax.db.answers import Answer
     from autotax.db.records import Entry
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from autotax.runner.precompile import Surveyed
     from autotax.runner.trace import Timeline
     from autotax.tuner import Comparison, Row, Standing, Verdict
+    from autotax.tuner.progress import Refreshed
 
 Document = dict[str, Any]
 

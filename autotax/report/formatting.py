@@ -181,7 +181,8 @@ def scatter_of(result: Verdict | Comparison) -> str:
     fold = max((times[-1 - len(times) // 10] / max(times[len(times) // 10], 1e-3) for times in rounds), default=1.0)
     if fold < MOST_FOLD:
         return ""
-    return f"samples of one config scatter {fold:.0f}-fold, so medians mean little here and no ratios are shown"
+    many = f"{fold:.0f}-fold" if fold < 1000 else "more than 1000-fold"
+    return f"samples of one config scatter {many}, so medians mean little here and no ratios are shown"
 
 
 def outcome(verdict: Verdict) -> str:

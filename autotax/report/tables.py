@@ -49,7 +49,6 @@ from autotax.tuner.progress import Verdict
 from autotax.tuner.run_recorder import FINALISTS
 
 if TYPE_CHECKING:
-    from autotax.api import Refreshed
     from autotax.db import RunRecord, TrialRecord, WinnerRecord
     from autotax.db.answers import Answer
     from autotax.db.records import Entry
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
     from autotax.runner.precompile import Surveyed
     from autotax.runner.trace import Timeline
     from autotax.tuner import Comparison, Standing
+    from autotax.tuner.progress import Refreshed
 
 WINNER_STYLE = "bold green"
 REFRESHED_STYLES = {"kept": "green", "replaced": "green", "bsp": "yellow"}

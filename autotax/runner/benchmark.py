@@ -417,7 +417,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class Trial:
-    """`status` and `beside` are equal on all ranks. `error`, `samples` and seconds are those of this rank."""
+    """`status` and `readings` are equal on all ranks. `error`, `samples` and seconds are those of this rank."""
 
     bench: Bench
     status: str = "ok"
@@ -427,7 +427,7 @@ class Trial:
     given_up: bool = False
     remeasured: int = 0
     soaked: int = 0
-    beside: dict[str, float] = field(default_factory=dict)
+    readings: dict[str, float] = field(default_factory=dict)
     device_s: float = 0.0
 
     @property
@@ -450,5 +450,5 @@ class Trial:
             device_s=self.device_s,
             remeasured=self.remeasured,
             soaked=self.soaked,
-            beside=self.beside,
+            readings=self.readings,
         )

@@ -344,8 +344,8 @@ class LiveRunner:
         yardsticks = [reading.us for reading in readings]
         if readings:
             rates = [round(reading.copy_gbps) for reading in readings]
-            beside = {"yardstick_us": [round(us, 1) for us in yardsticks], "copy_gbps": rates}
-            conditions = [condition | beside for condition in conditions]
+            yardstick = {"yardstick_us": [round(us, 1) for us in yardsticks], "copy_gbps": rates}
+            conditions = [condition | yardstick for condition in conditions]
         notices = self._notices(yardsticks, effort)
         ranks_s = max(report.seconds for report in reports) / len(candidates)
         conditions = [condition | self._code(problem, candidates[i]) for i, condition in enumerate(conditions)]

@@ -65,7 +65,7 @@ class RankReport:
     """Suspiciously fast samples that were taken again."""
     soaked: int = 0
     """Replays of the soak that the candidate passed."""
-    beside: dict[str, float] = field(default_factory=dict)
+    readings: dict[str, float] = field(default_factory=dict)
     """Further figures of the same samples, over all ranks, as stored: see Measurement."""
 
 
@@ -110,7 +110,7 @@ class Measurement:
             samples=tuple(report.samples for report in reports) if all(report.samples for report in reports) else (),
             compile_s=max(report.compile_s for report in reports),
             relative_error=max(relative_errors) if relative_errors else None,
-            conditions=conditions | passed | again | reports[0].beside,
+            conditions=conditions | passed | again | reports[0].readings,
             device_s=max(report.device_s for report in reports),
         )
 

@@ -187,7 +187,7 @@ class Sampler:
             ranks = [rank[placed.index(trial)] for rank in taken]
             without, alone = ([max(us) for us in zip(*kind, strict=True)] for kind in zip(*ranks, strict=True))
             trial.samples = [(us - least) / main.calls for us, least in zip(main.us, without, strict=True)]
-            trial.beside = {
+            trial.readings = {
                 "back_to_back_us": statistics.median(alone) / trial.bench.series[2].calls,
                 "between_us": statistics.median(without) / (main.calls + 1),
             }

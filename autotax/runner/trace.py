@@ -147,12 +147,23 @@ def trace(
     backend: str | None = None,
     programs: bool = True,
 ) -> Timeline:
-    """The timeline of one verified call, on separate ranks: `autotax trace`. `config` defaults to the answer of a look-up.
+    """The timeline of one verified call, on separate ranks: `autotax trace`.
 
-    `programs`: show the programs inside the kernels of NVIDIA GPUs, which slows the kernels. CPU ranks always show it, AMD GPUs
-    never.
+    Args:
+        problem: The problem of the call.
+        config: The config that runs. Default: the answer of a look-up.
+        conditions: The conditions of the look-up. Default: the usual ones on this machine.
+        db: The database of the look-up, a path or a URL. Default: yours.
+        backend: The kind of ranks: cuda, rocm or cpu. Default: what this machine has.
+        programs: Show the programs inside the kernels of NVIDIA GPUs, which slows the kernels. CPU ranks always show them, AMD
+            GPUs never.
 
-    Raises UsageError for bad input before anything is started, MachineError if the ranks fail or the result is wrong.
+    Returns:
+        The spans of all ranks on one clock.
+
+    Raises:
+        UsageError: Bad input, before anything is started.
+        MachineError: The ranks failed, or the result is wrong.
     """
     from autotax.db.lookup import lookup
     from autotax.runner.ranks import RankFailure, Ranks

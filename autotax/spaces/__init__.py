@@ -10,7 +10,15 @@ __all__ = ["Constraint", "Space", "VariantSpace", "space_for"]
 
 
 def space_for(problem: Problem, hardware: Hardware) -> Space:
-    """The search space of a problem on a machine."""
+    """The search space of a problem on a machine.
+
+    Args:
+        problem: The problem to tune.
+        hardware: The machine that runs it.
+
+    Returns:
+        The variants that run there, each with its parameters, constraints and seeds.
+    """
     from autotax.operators import registry
 
     return Space(problem, hardware, registry.of(problem).spaces(problem, hardware))

@@ -84,13 +84,19 @@ def install(
     Every rank must install the same between the same calls. Nothing is looked up until an operator is called: the first call of a
     shape is collective over its group.
 
-    - `db`: the database, a path or a URL; default: yours.
-    - `ops`: which of ALL.
-    - `conditions`: the conditions of calls (autotax.core.conditions.Conditions); the default depends on the hardware.
-    - `prove`: at the first call of a shape, prove its winner again if it is stale only in software: see AllGatherLinear.
+    An operator whose schema in this torch is another one stays torch's, with a RuntimeWarning.
 
-    An operator whose schema in this torch is not the known one stays torch's, with a RuntimeWarning. Raises UsageError for an
-    operator that is not one of them.
+    Args:
+        db: The database, a path or a URL. Default: yours.
+        ops: The operators to replace, names of ALL.
+        conditions: The conditions of the calls. Default: the usual ones on this hardware.
+        prove: At the first call of a shape, prove its winner again if it is stale only in software: see AllGatherLinear.
+
+    Returns:
+        The operators that are replaced, and the calls so far.
+
+    Raises:
+        UsageError: An operator that is not in ALL.
     """
     if unknown := [name for name in ops if name not in ALL]:
         raise UsageError(f"ops has {', '.join(map(repr, unknown))}; allowed are {', '.join(ALL)}: give some of these")

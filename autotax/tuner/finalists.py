@@ -247,7 +247,7 @@ def _qualified(
         again = _together(measure, [m.candidate for m in _comparable(total)], replace(effort, soak=0))
         if not again:  # unpaired samples cannot be compared, so only the candidates of the first job stay
             return {candidate: m for candidate, m in total.items() if candidate in first or m.status != "ok"}
-        total |= {m.candidate: _beside(total[m.candidate], m) for m in again}
+        total |= {m.candidate: _joined(total[m.candidate], m) for m in again}
     return total
 
 
@@ -334,10 +334,10 @@ def _extend(before: Measurement, now: Measurement) -> Measurement:
         return now
     samples = tuple(old + new for old, new in zip(before.samples, now.samples, strict=True))
     counts = (*(before.jobs or (len(before.rounds),)), len(now.rounds))
-    return replace(_beside(before, now), samples=samples, jobs=counts)
+    return replace(_joined(before, now), samples=samples, jobs=counts)
 
 
-def _beside(before: Measurement, now: Measurement) -> Measurement:
+def _joined(before: Measurement, now: Measurement) -> Measurement:
     """The later measurement of a candidate, with the soak and the compile time of the earlier one."""
     worst = max(before.relative_error or 0.0, now.relative_error or 0.0)
     return replace(now, relative_error=worst, compile_s=before.compile_s, conditions=before.conditions | now.conditions)

@@ -1,4 +1,4 @@
-"""Progress and verdict of a tuning run, as plain values."""
+"""Progress and verdict of a tuning run and of a refresh, as plain values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any, Protocol
 from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError, summary
 from autotax.core.problem import Problem
+from autotax.db.records import Stale
 from autotax.hardware import Hardware
+from autotax.operators import registry
 from autotax.runner.measurement import Measurement
 from autotax.software import Environment
 
@@ -140,6 +142,27 @@ class Verdict:
     def to_frame(self) -> Any:
         """The rows as a `pandas.DataFrame`. Raises UsageError without pandas."""
         return frame(self.rows)
+
+
+@dataclass(frozen=True)
+class Refreshed:
+    """The result of a refresh of one problem: its former winners, and the verdict of the new round."""
+
+    stale: Stale
+    verdict: Verdict
+
+    @property
+    def outcome(self) -> str:
+        """`kept`: a former winner is fastest here too. `replaced`: an alternative is faster. `bsp`: nothing is faster than BSP.
+        `failed`: nothing could be verified. `interrupted`, `late`: Ctrl-C or the time limit came first.
+        """
+        winner = self.verdict.winner
+        if winner is None:
+            return "interrupted" if self.verdict.interrupted else "late" if self.verdict.late else "failed"
+        config = winner.measurement.config
+        if self.verdict.tie or config.variant == registry.of(self.verdict.problem).baseline:
+            return "bsp"
+        return "kept" if config in self.stale.configs else "replaced"
 
 
 class Listener(Protocol):

@@ -211,7 +211,7 @@ class Search:
 
 # Paired search: each trial is measured in one job with the incumbent, sample by sample in turn.
 
-def beside(incumbent: Measurement, again: Measurement, measured: Measurement) -> Measurement:
+def paired(incumbent: Measurement, again: Measurement, measured: Measurement) -> Measurement:
     """`measured` with the figure that follows from its job, in which the incumbent was measured `again`. If one of the two
     failed, `measured` is returned unchanged.
     """

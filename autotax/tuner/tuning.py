@@ -30,7 +30,7 @@ from autotax.tuner.finalists import (
 )
 from autotax.tuner.progress import Accounts, FailedVariant, Listener, Progress, Silence, Verdict
 from autotax.tuner.run_recorder import Flight, Ledger, Study, study_name
-from autotax.tuner.search import UPCOMING, Search, beside, doubtful, opened, settled, without_ladder
+from autotax.tuner.search import UPCOMING, Search, doubtful, opened, paired, settled, without_ladder
 
 HOPELESS = 2.0
 """A candidate slower than the best by this factor is given up after its first samples."""
@@ -251,10 +251,10 @@ class _Run:
         limit = None
         if self.hardware.on_gpu and config.variant != "bsp" and best and best.latency_us:
             limit = HOPELESS * best.latency_us
-        measurement = self._measure_beside(best, config, self._effort(limit), overlap)
+        measurement = self._measure_paired(best, config, self._effort(limit), overlap)
         if not doubtful(measurement, self.measured):
             return measurement
-        again = self._measure_beside(best, config, self._effort(limit))
+        again = self._measure_paired(best, config, self._effort(limit))
         measurement, notice = settled(measurement, again)
         if notice:
             self.ledger.notice(notice)
@@ -264,7 +264,7 @@ class _Run:
         """The effort of a trial, which the time limit stops."""
         return Effort(give_up_us=give_up_us, within_s=None if self.settings.timeout_s is None else self.limit.left)
 
-    def _measure_beside(
+    def _measure_paired(
         self, best: Measurement | None, config: Config, effort: Effort, overlap: Overlap | None = None
     ) -> Measurement:
         """Measures one config, in one job with the incumbent if trials are paired."""
@@ -272,7 +272,7 @@ class _Run:
         if not (self.settings.paired and best):
             return self._measure([candidate], effort, overlap)[0]
         again, measured = self._measure([best.candidate, candidate], effort, overlap)
-        return beside(best, again, measured)
+        return paired(best, again, measured)
 
     def _measure(self, candidates: Sequence[Candidate], effort: Effort, overlap: Overlap | None = None) -> list[Measurement]:
         """Runs one job of the runner, and records its time and its notices."""

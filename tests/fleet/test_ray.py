@@ -104,7 +104,7 @@ def test_four_nodes_of_two_kinds_one_of_which_is_killed_at_work(cluster: Any, ur
 
     ear = Ear(kill)
     with nothing_left(cluster.mark):
-        order = new_order(url, backend="cpu", lease_s=10.0, bench="tests.fleet.tuner_process")
+        order = new_order(url, backend="cpu", lease_s=10.0, tuner_module="tests.fleet.tuner_process")
         outcome = Driver(order, engine, jobs, ear).run()
     assert killed and outcome.done, outcome
     kinds = [replace(detect("cpu"), device=f"CPU of kind {number}") for number in (0, 1)]

@@ -142,7 +142,7 @@ def test_a_fleet_that_stops_ends_its_workers(desk: ClaimQueue, worker: Callable[
 
 @pytest.mark.usefixtures("desk")
 def test_a_bench_that_does_not_start_is_told(url: str) -> None:
-    worker = Worker(an_order(url, bench="tests.fleet.no_such_module"), TunerProcess())
+    worker = Worker(an_order(url, tuner_module="tests.fleet.no_such_module"), TunerProcess())
     said = worker.run()
     assert said.startswith("failed: the tuner exited with code 1: ") and "no_such_module" in said
 
@@ -157,7 +157,7 @@ def test_a_bench_that_is_gone_before_its_order_comes_is_told(url: str, monkeypat
         return child
 
     monkeypatch.setattr(Child, "start", started_too_late)
-    said = Worker(an_order(url, bench="tests.fleet.no_such_module"), TunerProcess()).run()
+    said = Worker(an_order(url, tuner_module="tests.fleet.no_such_module"), TunerProcess()).run()
     assert said.startswith("failed: the tuner exited with code 1: ") and "no_such_module" in said
 
 
@@ -189,7 +189,7 @@ def test_a_server_that_restarts_while_a_problem_is_tuned_costs_no_trial() -> Non
     with server.running(programs) as url:
         with Store.open(url), ClaimQueue(url, patience_s=60) as desk:
             desk.begin(FLEET)
-            order = an_order(url, bench="tests.fleet.slow_tuner_process", lease_s=3.0, patience_s=60)
+            order = an_order(url, tuner_module="tests.fleet.slow_tuner_process", lease_s=3.0, patience_s=60)
             kind = two_kinds(order)
             job = FleetJob(a_job().problem, Settings(trials=12, sampler="random", soak=0).on(kind))
             desk.deal(FLEET, kind.digest, [Due(job)])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from autotax.api import Refreshed
 from autotax.core.conditions import ON_CPU, Conditions
 from autotax.core.config import Config
 from autotax.db.records import RunRecord, TrialRecord
@@ -21,6 +20,7 @@ from autotax.report.formatting import CPU_NOTE, duration, microseconds
 from autotax.runner.measurement import Candidate, Measurement
 from autotax.software import Environment
 from autotax.tuner import Comparison, Row, Standing, Verdict
+from autotax.tuner.progress import Refreshed
 
 PROBLEM = AllGatherGemm(512, 7168, 8192, world_size=4)
 GPUS = Hardware("cuda", "NVIDIA H200", "cuda:90", 4, 139, 132, 232448, 1, "peer access 12/12 pairs")
