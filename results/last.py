@@ -77,7 +77,8 @@ def kind_of(problem: Problem) -> str:
     values = vars(problem)
     kind = "gather" if problem.op == "all-gather-gemm" else {"scattered": "scatter", "replicated": "sum on all"}[values["output"]]
     scales = [] if values["scales"] == "none" else [values["scales"]]
-    return ", ".join([kind, *scales, *(["quantised"] if values["quantize"] != "none" else [])])
+    fast = ["fast"] if values["accumulate"] == "fast" else []
+    return ", ".join([kind, *scales, *(["quantised"] if values["quantize"] != "none" else []), *fast])
 
 
 def size_of(problem: Problem) -> tuple[int, ...]:

@@ -29,8 +29,7 @@ def ratios_of(host: str) -> dict[str, list[tuple[float, float]]]:
             figures = figures_of(problem, comparison["rows"])
             if figures.alone:
                 least = min(figures.us, max(figures.alone, comparison["links_us"] or 0))
-                fast = ", fast" * (vars(problem)["accumulate"] == "fast")
-                kinds[f"{dtype}, {kind_of(problem)}{fast}"].append((figures.best / figures.us, figures.best / least))
+                kinds[f"{dtype}, {kind_of(problem)}"].append((figures.best / figures.us, figures.best / least))
     return kinds
 
 

@@ -92,6 +92,7 @@ def test_plot_and_tables_are_those_of_the_records(tmp_path: Path) -> None:
 
 TABLES = {
     "results/reach.md": ["results/reach.py", "h100x2", "h200x2"],
+    "results/h200x2/fp8/README.md": ["results/over_bf16.py"],
     "docs/search.md": ["results/search/shipped_coverage.py"],
 }
 """Pages with a table that a script prints from the records."""
