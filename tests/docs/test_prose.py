@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from autotax.db import shipped
 from autotax.operators import operators
 from autotax.operators.problem_files import read_shapes
 from tests.docs import commands, prose
@@ -73,9 +74,12 @@ def test_the_commands_are_those_of_the_program() -> None:
 
 
 def test_every_variant_is_described() -> None:
-    """Headings are operators in their order, items their variants."""
+    """Headings are operators in their order, items their variants. Alternatives are named in their rows of a comparison."""
     text = (ROOT / "docs/variants.md").read_text()
-    lacking = [name for op in operators().values() if op.examples for name in op.variants if f"- `{name}`" not in text]
+    ours = [op for op in operators().values() if op.examples]
+    lacking = [name for op in ours for name in op.variants if f"- `{name}`" not in text]
+    rows = {peer.row or name.removesuffix("_tuned") for op in ours for name, peer in op.peers.items()}
+    lacking += [row for row in sorted(rows) if f"`{row}`" not in text]
     assert not lacking, f"docs/variants.md does not describe {lacking}: say what each does"
 
 
@@ -104,6 +108,33 @@ def test_a_table_is_that_of_the_records(page: str) -> None:
     command = [sys.executable, *TABLES[page]]
     printed = subprocess.check_output(command, text=True, timeout=280, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert "| " in printed and printed.strip() in (ROOT / page).read_text(), f"{page}: run {command[1:]}"
+
+
+SUMS, NORMS = {"op": "gemm-reduce-scatter", "dtype": "bf16"}, {"op": "all-reduce-norm"}
+COUNTS: list[tuple[str, str, str, dict[str, str]]] = [
+    ("CHANGELOG.md", r"ship: (\d+) of 2 H100", "2 H100", {}),
+    ("CHANGELOG.md", r"ship: \d+ of 2 H100, (\d+) of 2 H200", "2 H200", {}),
+    ("CHANGELOG.md", r"(\d+) of 4 H100 and \d+ of 4 H200", "4 H100", {}),
+    ("CHANGELOG.md", r"\d+ of 4 H100 and (\d+) of 4 H200", "4 H200", {}),
+    ("docs/all-reduce-norm.md", r"(\d+) winners of 2 H100 ship", "2 H100", NORMS),
+    ("docs/all-reduce-norm.md", r"ship and (\d+) of \[2 H200", "2 H200", NORMS),
+    ("docs/decode-merge.md", r"(\d+) winners ship", "2 H100", {"op": "decode-merge|head-gather"}),
+    ("docs/fp8.md", r"(\d+) winners ship. 21 ", "2 H100", {"dtype": "e4m3"}),
+    ("docs/fp8.md", r"On 2 H200 (\d+) winners ship", "2 H200", {"dtype": "e4m3", "accumulate": "exact"}),
+    ("docs/fp8.md", r"(\d+) more winners ship", "2 H200", {"dtype": "e4m3", "accumulate": "fast"}),
+    ("docs/gemm-reduce-scatter.md", r"(\d+) winners of 2 H100", "2 H100", SUMS),
+    ("docs/gemm-reduce-scatter.md", r"(\d+) winners ship", "2 H200", SUMS),
+]
+"""A page, its words around a number, and what it counts: GPUs, and fields of problems with their values."""
+
+
+@pytest.mark.parametrize(("page", "words", "gpus", "values"), COUNTS)
+def test_pages_count_the_problems_that_ship(page: str, words: str, gpus: str, values: dict[str, str]) -> None:
+    in_place = [winner for winner in shipped.winners() if winner.conditions.in_place]
+    there = {w.problem for w in in_place if f"{w.problem.world_size} {w.hardware.device.split()[1]}" == gpus}
+    of_page = [p for p in there if all(re.fullmatch(value, getattr(p, name, "")) for name, value in values.items())]
+    numbers = re.findall(words, " ".join((ROOT / page).read_text().split()))
+    assert numbers == [str(len(of_page))], f"{page}: the files in autotax/shipped have another number"
 
 
 def test_the_shapes_of_the_readme_can_be_read(tmp_path: Path) -> None:
