@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
+from autotax.core.problem import Problem
 from autotax.db import shipped
 from autotax.operators import operators
 from autotax.operators.problem_files import read_shapes
@@ -102,7 +104,6 @@ TABLES = {
 """Pages with a table that a script prints from the records."""
 
 
-@pytest.mark.volume
 @pytest.mark.parametrize("page", TABLES)
 def test_a_table_is_that_of_the_records(page: str) -> None:
     command = [sys.executable, *TABLES[page]]
@@ -128,11 +129,16 @@ COUNTS: list[tuple[str, str, str, dict[str, str]]] = [
 """A page, its words around a number, and what it counts: GPUs, and fields of problems with their values."""
 
 
+@cache
+def in_place(gpus: str) -> set[Problem]:
+    """The problems that ship with a winner in place, of `2 H100` for instance."""
+    winners = [winner for winner in shipped.winners() if winner.conditions.in_place]
+    return {w.problem for w in winners if f"{w.problem.world_size} {w.hardware.device.split()[1]}" == gpus}
+
+
 @pytest.mark.parametrize(("page", "words", "gpus", "values"), COUNTS)
 def test_pages_count_the_problems_that_ship(page: str, words: str, gpus: str, values: dict[str, str]) -> None:
-    in_place = [winner for winner in shipped.winners() if winner.conditions.in_place]
-    there = {w.problem for w in in_place if f"{w.problem.world_size} {w.hardware.device.split()[1]}" == gpus}
-    of_page = [p for p in there if all(re.fullmatch(value, getattr(p, name, "")) for name, value in values.items())]
+    of_page = [p for p in in_place(gpus) if all(re.fullmatch(value, getattr(p, name, "")) for name, value in values.items())]
     numbers = re.findall(words, " ".join((ROOT / page).read_text().split()))
     assert numbers == [str(len(of_page))], f"{page}: the files in autotax/shipped have another number"
 
