@@ -3,7 +3,7 @@
     PYTHONPATH=. python results/last.py results/h200x2/fp8
 
 `exact` is the fastest alternative in a graph that accumulates in float32, `fast` the fastest with fast accumulation, `alone` the
-library's product. Where a problem permits fast accumulation, `exact` is the fastest of both kinds.
+library's product, where the library has one. Where a problem permits fast accumulation, `exact` is the fastest of both kinds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db import formats
+from autotax.operators.scaled import GROUP
 from autotax.report.formatting import microseconds
 
 NAMES = {"torch_reduce_scatter": "torch_rs"}
@@ -45,11 +46,18 @@ def figures_of(problem: Problem, rows: list[dict[str, Any]]) -> Figures:
     permitted = vars(problem).get("accumulate") == "fast"
     measured = {row["name"]: row for row in rows if row["latency_us"] and row["verified"] is not False}
     ours = measured.pop("autotax")
-    alone = min((row["latency_us"] for name, row in measured.items() if name.startswith("cublas")), default=None)
+    products = [row["latency_us"] for name, row in measured.items() if name.startswith("cublas") and library_multiplies(problem)]
     others = {name: row["latency_us"] for name, row in measured.items() if name.endswith("-graph")}
     exact = min((us, name) for name, us in others.items() if permitted or "fast" not in name)
     fast = min((us for name, us in others.items() if "fast" in name and not permitted), default=None)
-    return Figures(short(ours["variant"]), ours["latency_us"], others["bsp-graph"], exact[0], short(exact[1]), fast, alone)
+    us, bsp, alone = ours["latency_us"], others["bsp-graph"], min(products, default=None)
+    return Figures(short(ours["variant"]), us, bsp, exact[0], short(exact[1]), fast, alone)
+
+
+def library_multiplies(problem: Problem) -> bool:
+    """Whether the library has the product. The row `cublas` of others, with blocks, multiplies dequantised numbers in float32."""
+    values = vars(problem)
+    return values["scales"] != "block" or (values["k"] % (4 * GROUP) == 0 and values["m"] % 4 == 0)
 
 
 def is_of(config: Config, rows: list[dict[str, Any]]) -> bool:
@@ -69,7 +77,8 @@ def kind_of(problem: Problem) -> str:
     values = vars(problem)
     kind = "gather" if problem.op == "all-gather-gemm" else {"scattered": "scatter", "replicated": "sum on all"}[values["output"]]
     scales = [] if values["scales"] == "none" else [values["scales"]]
-    return ", ".join([kind, *scales, *(["quantised"] if values["quantize"] != "none" else [])])
+    fast = ["fast"] if values["accumulate"] == "fast" else []
+    return ", ".join([kind, *scales, *(["quantised"] if values["quantize"] != "none" else []), *fast])
 
 
 def size_of(problem: Problem) -> tuple[int, ...]:

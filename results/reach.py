@@ -29,8 +29,7 @@ def ratios_of(host: str) -> dict[str, list[tuple[float, float]]]:
             figures = figures_of(problem, comparison["rows"])
             if figures.alone:
                 least = min(figures.us, max(figures.alone, comparison["links_us"] or 0))
-                fast = ", fast" * (vars(problem)["accumulate"] == "fast")
-                kinds[f"{dtype}, {kind_of(problem)}{fast}"].append((figures.best / figures.us, figures.best / least))
+                kinds[f"{dtype}, {kind_of(problem)}"].append((figures.best / figures.us, figures.best / least))
     return kinds
 
 
@@ -44,7 +43,8 @@ def cells(ratios: list[tuple[float, float]]) -> str:
 
 def main(hosts: list[str]) -> None:
     ratios = [ratios_of(host) for host in hosts]
-    print(f"| {' | '.join(['', *(f'{host} | over the best | at the bound' for host in hosts)])} |")
+    names = [f"{host[-1]} x {host[:-2].upper()}" for host in hosts]
+    print(f"| | {' | '.join(f'{name} | over the best | at the bound' for name in names)} |")
     print(f"|{'---|' * (1 + 3 * len(hosts))}")
     for kind in dict.fromkeys(kind for kinds in ratios for kind in kinds):
         print(f"| {kind} | {' | '.join(cells(kinds.get(kind, [])) for kinds in ratios)} |")

@@ -287,7 +287,7 @@ def _compared_line(document: Document) -> list[str | Cell]:
         times(tuned.get("speedup_vs_bsp")),
         document.get("best_peer") or "-",
         Cell(times(over), "loss" if over is not None and over < 1 else ""),
-        microseconds(document.get("bound_us")) + (" (beaten)" if beaten else ""),
+        "-" if beaten else microseconds(document.get("bound_us")),
         "-" if beaten else times(document.get("over_bound")),
         won(None if beaten else won_back(document)),
     ]

@@ -6,11 +6,14 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
+from autotax.core.problem import Problem
+from autotax.db import shipped
 from autotax.operators import operators
 from autotax.operators.problem_files import read_shapes
 from tests.docs import commands, prose
@@ -73,28 +76,71 @@ def test_the_commands_are_those_of_the_program() -> None:
 
 
 def test_every_variant_is_described() -> None:
-    """Headings are operators in their order, items their variants."""
+    """Headings are operators in their order, items their variants. Alternatives are named in their rows of a comparison."""
     text = (ROOT / "docs/variants.md").read_text()
-    lacking = [name for op in operators().values() if op.examples for name in op.variants if f"- `{name}`" not in text]
+    ours = [op for op in operators().values() if op.examples]
+    lacking = [name for op in ours for name in op.variants if f"- `{name}`" not in text]
+    rows = {peer.row or name.removesuffix("_tuned") for op in ours for name, peer in op.peers.items()}
+    lacking += [row for row in sorted(rows) if f"`{row}`" not in text]
     assert not lacking, f"docs/variants.md does not describe {lacking}: say what each does"
 
 
 def test_plot_and_tables_are_those_of_the_records(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "results/speedups.py", tmp_path / "speedups.svg"]
     rows = subprocess.check_output(command, text=True, timeout=280).splitlines()
-    assert (tmp_path / "speedups.svg").read_text() == (ROOT / "docs/speedups.svg").read_text(), f"run {command[1:]}"
+    drawn = (tmp_path / "speedups.svg").read_text()
+    assert drawn == (ROOT / "docs/speedups.svg").read_text(), f"run {command[1:]}"
+    assert "times faster than BSP, in place, 4 x H100" in drawn, "a figure says how it was measured"
     for page, of_page in (README, rows[:8]), (ROOT / "results/README.md", rows[8:]):
         there = [line for line in page.read_text().splitlines() if re.match(r"\| [^|`]+ \| [1-9]\d* \| \d", line)]
         assert len(of_page) == 8 and there == of_page, f"{page}: run results/speedups.py"
 
 
-@pytest.mark.volume
-def test_what_is_in_reach_is_that_of_the_records() -> None:
-    command = [sys.executable, ROOT / "results/reach.py", "h100x2", "h200x2"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    rows = subprocess.check_output(command, text=True, timeout=280, env=environment).splitlines()[2:]
-    there = [line for line in (ROOT / "results/reach.md").read_text().splitlines() if line.startswith("| ")][1:]
-    assert rows and there == rows, f"results/reach.md: run {command[1:]}"
+TABLES = {
+    "results/reach.md": ["results/reach.py", "h100x2", "h200x2"],
+    "results/h200x2/fp8/README.md": ["results/over_bf16.py"],
+    "docs/search.md": ["results/search/shipped_coverage.py"],
+}
+"""Pages with a table that a script prints from the records."""
+
+
+@pytest.mark.parametrize("page", TABLES)
+def test_a_table_is_that_of_the_records(page: str) -> None:
+    command = [sys.executable, *TABLES[page]]
+    printed = subprocess.check_output(command, text=True, timeout=280, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert "| " in printed and printed.strip() in (ROOT / page).read_text(), f"{page}: run {command[1:]}"
+
+
+SUMS, NORMS = {"op": "gemm-reduce-scatter", "dtype": "bf16"}, {"op": "all-reduce-norm"}
+COUNTS: list[tuple[str, str, str, dict[str, str]]] = [
+    ("CHANGELOG.md", r"ship: (\d+) of 2 H100", "2 H100", {}),
+    ("CHANGELOG.md", r"ship: \d+ of 2 H100, (\d+) of 2 H200", "2 H200", {}),
+    ("CHANGELOG.md", r"(\d+) of 4 H100 and \d+ of 4 H200", "4 H100", {}),
+    ("CHANGELOG.md", r"\d+ of 4 H100 and (\d+) of 4 H200", "4 H200", {}),
+    ("docs/all-reduce-norm.md", r"(\d+) winners of 2 H100 ship", "2 H100", NORMS),
+    ("docs/all-reduce-norm.md", r"ship and (\d+) of \[2 H200", "2 H200", NORMS),
+    ("docs/decode-merge.md", r"(\d+) winners ship", "2 H100", {"op": "decode-merge|head-gather"}),
+    ("docs/fp8.md", r"(\d+) winners ship. 21 ", "2 H100", {"dtype": "e4m3"}),
+    ("docs/fp8.md", r"On 2 H200 (\d+) winners ship", "2 H200", {"dtype": "e4m3", "accumulate": "exact"}),
+    ("docs/fp8.md", r"(\d+) more winners ship", "2 H200", {"dtype": "e4m3", "accumulate": "fast"}),
+    ("docs/gemm-reduce-scatter.md", r"(\d+) winners of 2 H100", "2 H100", SUMS),
+    ("docs/gemm-reduce-scatter.md", r"(\d+) winners ship", "2 H200", SUMS),
+]
+"""A page, its words around a number, and what it counts: GPUs, and fields of problems with their values."""
+
+
+@cache
+def in_place(gpus: str) -> set[Problem]:
+    """The problems that ship with a winner in place, of `2 H100` for instance."""
+    winners = [winner for winner in shipped.winners() if winner.conditions.in_place]
+    return {w.problem for w in winners if f"{w.problem.world_size} {w.hardware.device.split()[1]}" == gpus}
+
+
+@pytest.mark.parametrize(("page", "words", "gpus", "values"), COUNTS)
+def test_pages_count_the_problems_that_ship(page: str, words: str, gpus: str, values: dict[str, str]) -> None:
+    of_page = [p for p in in_place(gpus) if all(re.fullmatch(value, getattr(p, name, "")) for name, value in values.items())]
+    numbers = re.findall(words, " ".join((ROOT / page).read_text().split()))
+    assert numbers == [str(len(of_page))], f"{page}: the files in autotax/shipped have another number"
 
 
 def test_the_shapes_of_the_readme_can_be_read(tmp_path: Path) -> None:

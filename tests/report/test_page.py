@@ -158,9 +158,9 @@ def test_a_trial_beyond_the_scale_is_marked() -> None:
     assert str(marks["2. pruned 2,000.0 us: push, beyond the scale"]).count("L") == 2, "a triangle"
 
 
-def test_a_bound_that_a_row_beats_is_marked() -> None:
+def test_a_bound_that_a_row_beats_is_not_shown() -> None:
     (row,) = [row for row in Page(made([], [], [COMPARED | {"bound_us": 90.0, "over_bound": 80 / 90}])).rows if "80.00" in row]
-    assert row[6:] == ["90.00 (beaten)", "-", "-"]
+    assert row[6:] == ["-", "-", "-"]
 
 
 def test_bars_of_calls_far_apart_are_in_charts_of_their_own() -> None:

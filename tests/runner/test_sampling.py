@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +15,8 @@ from autotax.kernels.kernel import Kernel
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.operators import named
 from autotax.runner import Effort, LiveRunner
+from autotax.runner.benchmark import Bench, Outcome, Trial
+from autotax.runner.rank_worker import Session
 from autotax.runner.sampling import arrival_us, suspicious
 from tests.runner.small import GEMM, measure
 
@@ -64,6 +68,24 @@ def test_the_fewest_samples_are_taken_however_long_they_take(
 ) -> None:
     (measurement,) = measure(runner, "dawdles", effort=Effort(samples=samples, seconds=0.001, fewest=fewest))
     assert len(measurement.rounds) == taken
+
+
+def calls_of_a_sample(call_us: float) -> int:
+    """The calls that a rank captures for a sample of a GPU, whose first graph takes `call_us` a call."""
+    bench, session = Mock(lengthens_samples=True), object.__new__(Session)
+    bench.rehearse.return_value = 50.0 + call_us
+    bench.replay.return_value = call_us
+    bench.least_calls = partial(Bench.least_calls, bench)
+    session.world = Mock(gather=lambda figure, _: [figure])
+    session.stages = Mock(run=lambda _, action, __: Outcome("ok", None, 0.0, (action(),)))
+    session._prepare(0, Trial(bench))
+    return int(bench.capture.call_args.args[0])
+
+
+@pytest.mark.parametrize(("call_us", "calls"), [(3.0, 334), (30.0, 34), (300.0, 10), (1500.0, 4), (25_000.0, 1)])
+def test_a_sample_has_so_many_calls_that_its_start_is_below_two_percent(call_us: float, calls: int) -> None:
+    start_us = 14.0  # docs/measurement.md: 10 to 14 us in graphs of five calls or more
+    assert calls_of_a_sample(call_us) == calls and start_us < 0.02 * calls * call_us
 
 
 def test_a_round_is_suspicious_by_its_slowest_rank() -> None:
