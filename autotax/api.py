@@ -365,10 +365,10 @@ def tune_callable(
             once, so symmetric memory comes from `context.heap`. The callable enqueues its work through `context` (launch,
             copy, matmul, collectives), which only compiles in a rehearsal.
         tunables: The values of each parameter, the first of which are tried first.
-        inputs: The function `inputs(draw)`, which returns the inputs of a rank.
-        reference: The function `reference(calls, rank)`, which returns the correct float32 output of a rank.
-        baseline: The function `baseline(context)`, which returns the bulk-synchronous callable.
-        name: The name of the problem. Default: that of `make`.
+        inputs: The function `inputs(draw)`. Returns the inputs of a rank.
+        reference: The function `reference(calls, rank)`. Returns the correct float32 output of a rank.
+        baseline: The function `baseline(context)`. Returns the bulk-synchronous callable.
+        name: The name of the problem. Default: that of the function.
         dtype: The type of inputs and output: bf16, fp16 or fp32.
         world_size: The number of ranks. Default: all GPUs of this machine, or two CPU ranks.
         backend: As in `tune`.
