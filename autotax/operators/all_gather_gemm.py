@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.config import Config
@@ -221,7 +223,17 @@ def _torch_multiplies(problem: AllGatherGemm, hardware: Hardware) -> bool:
     return scaled.has_fast_product(problem, hardware) and (problem.shard_rows > 1 or problem.scales != "row")
 
 
+def _with_flashinfer(problem: AllGatherGemm, hardware: Hardware) -> bool:
+    """Whether FlashInfer is installed and multiplies: whole tiles, in NVSHMEM's memory, which torch takes where TORCH_SYMMMEM
+    names it.
+    """
+    whole = not any(side % 128 for side in (problem.shard_rows, problem.n, problem.k)) and problem.dtype in ("bf16", "fp16")
+    served = _on_nvidia(problem, hardware) and whole and os.environ.get("TORCH_SYMMMEM") == "NVSHMEM"
+    return served and find_spec("flashinfer") is not None
+
+
 operator.peer("torch", f"{_PEERS}:TorchFused", where=_on_nvidia)
+operator.peer("flashinfer", f"{_PEERS}:FlashInfer", where=_with_flashinfer, modes=("eager",))
 operator.peer("torch_pipeline", f"{_PEERS}:TorchPipeline", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
 operator.peer("nccl_ll", f"{_PEERS}:NcclLL", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
 operator.peer("nccl_ll128", f"{_PEERS}:NcclLL128", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from autotax.core.config import Config, Value
 from autotax.core.problem import Problem
 from autotax.hardware import detect
+from autotax.kernels.all_gather_gemm import peers
+from autotax.kernels.offline import known_hardware
+from autotax.operators import all_gather_gemm, of
 from autotax.operators.problems import (
     AllGatherGemm,
     AllReduceNorm,
@@ -223,3 +232,25 @@ def _greatest(space: Space, variant: str) -> Config:
     """The greatest value of each parameter in turn that leaves a config possible."""
     *_, last = space.variants[variant].configs()
     return last
+
+
+def test_flashinfer_is_an_alternative_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For whole tiles, with the symmetric memory that it needs. It gets this rank's rows in such memory, and [k, n]."""
+    problem, gpu = AllGatherGemm(512, 256, 128, "bf16", "m", 2), known_hardware("cuda:90")
+    where = of(problem).peers["flashinfer"].where
+    monkeypatch.setenv("TORCH_SYMMMEM", "NVSHMEM")
+    assert not where(problem, gpu)
+    monkeypatch.setattr(all_gather_gemm, "find_spec", lambda _: True)
+    assert where(problem, gpu) and not where(problem, known_hardware("hip:gfx942"))
+    assert not any(where(other, gpu) for other in (replace(problem, m=384), replace(problem, n=192), replace(problem, shard="k")))
+    monkeypatch.delenv("TORCH_SYMMMEM")
+    assert not where(problem, gpu)
+
+    shard = torch.empty(256, 128)
+    monkeypatch.setattr(peers, "symmetric", lambda _, shape, dtype: shard.view(shape).to(dtype))
+    comm = SimpleNamespace(all_gather_matmul=lambda rows, b, group: torch.cat([rows, rows]) @ b if group == "group" else None)
+    monkeypatch.setitem(sys.modules, "flashinfer.comm", comm)
+    context: Any = MagicMock(dry=False, dtype=lambda _: torch.float32, world=SimpleNamespace(data="group"))
+    a, b = torch.randn(256, 128), torch.randn(256, 128)
+    product = peers.FlashInfer(problem, Config("flashinfer"), context)(a, b, torch.empty(512, 256))
+    assert torch.equal(product, torch.cat([a, a]) @ b.t()) and torch.equal(shard, a)

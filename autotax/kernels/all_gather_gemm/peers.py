@@ -15,7 +15,7 @@ from autotax.kernels.all_gather_gemm.bsp import Bsp, ScaledBsp
 from autotax.kernels.all_gather_gemm.scaled_shards import Scaled
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
-from autotax.kernels.libraries import COPIES, TILES, DeepGemm, IrisCall, Nccl, group_name, keep_workspace, pipeline
+from autotax.kernels.libraries import COPIES, TILES, DeepGemm, IrisCall, Nccl, group_name, keep_workspace, pipeline, symmetric
 from autotax.kernels.scaled_product import FAST, LIBRARY
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
@@ -30,6 +30,23 @@ class TorchFused(Kernel[AllGatherGemm]):
 
         _, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(a, [b.t()], 0, group_name(self.context))
         return product[: self.problem.m]
+
+
+class FlashInfer(Kernel[AllGatherGemm]):
+    """flashinfer.comm.all_gather_matmul, of a copy of this rank's rows. It returns a new tensor, and the ranks meet in each call."""
+
+    def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.shard = symmetric(context, (problem.shard_rows, problem.k), context.dtype(problem))
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+        if self.context.dry:
+            return out
+        from flashinfer.comm import all_gather_matmul  # type: ignore[import-not-found]
+
+        self.shard.copy_(a)
+        product: Tensor = all_gather_matmul(self.shard, b.t(), self.context.world.data)
+        return product
 
 
 class TorchPipeline(Kernel[AllGatherGemm]):
