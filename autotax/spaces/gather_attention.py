@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from autotax.core.config import Config, Value
 from autotax.core.problem import power_of_two
-from autotax.core.space import Constraint, VariantSpace
+from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import Hardware, lanes
 from autotax.operators.gather_attention import GatherAttention
 
@@ -46,7 +46,16 @@ def bsp(problem: GatherAttention, hardware: Hardware) -> VariantSpace:
 
 def decomposed(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
     """None for one rank, which has all keys."""
-    return _by_library("decomposed", problem, hardware, problem.shard_len) if problem.world_size > 1 else None
+    if problem.world_size == 1:
+        return None
+    return _sent_by_streams(_by_library("decomposed", problem, hardware, problem.shard_len), problem)
+
+
+def _sent_by_streams(space: VariantSpace, problem: GatherAttention) -> VariantSpace:
+    """A space with the parameter `streams`: copies to so many peers go at once, over links of their own in a full mesh."""
+    seeds = tuple(Config.of(space.variant, seed.values | {"streams": 1}) for seed in space.seeds)
+    streams: tuple[Value, ...] = powers_of_two(1, max(1, min(4, problem.world_size - 1)))
+    return replace(space, parameters=space.parameters | {"streams": streams}, seeds=seeds, former={**space.former, "streams": 1})
 
 
 def ring(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:
@@ -85,7 +94,8 @@ def copy_engine(problem: GatherAttention, hardware: Hardware) -> VariantSpace | 
         for order in ORDERS
         for grid in ("processors", "tiles")
     ]
-    return VariantSpace("copy_engine", parameters, (_in_shared_memory(problem, hardware),), tuple(seeds))
+    space = VariantSpace("copy_engine", parameters, (_in_shared_memory(problem, hardware),), tuple(seeds))
+    return _sent_by_streams(space, problem)
 
 
 def push_specialized(problem: GatherAttention, hardware: Hardware) -> VariantSpace | None:

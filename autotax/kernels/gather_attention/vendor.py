@@ -351,7 +351,7 @@ class CopiedKeys(Kernel[GatherAttention]):
     [2, source, 1, ...]. A rank gets the keys that its queries see.
 
     Waits: as in `all_gather_gemm.push_gather`. Every rank raises the flags of all others in each call, even if it sends them no
-    keys. Copies run on a stream of their own, and none waits for a kernel of attention.
+    keys. Copies run on `streams` of their own, each to other peers, and none waits for a kernel of attention.
     """
 
     def __init__(self, problem: GatherAttention, config: Config, context: Context) -> None:
@@ -361,7 +361,7 @@ class CopiedKeys(Kernel[GatherAttention]):
         self.arrived, self.begun = context.flags(world), context.flags(world)
         self.ticket = context.empty((1,), self.begun.dtype)
         self.peers = [(rank + hop) % world for hop in range(1, world)]
-        self.beside = context.streams(1)
+        self.beside = context.streams(min(config["streams"], len(self.peers)))
         self.calls = 0
 
     @staticmethod
@@ -384,9 +384,10 @@ class CopiedKeys(Kernel[GatherAttention]):
             open_slot, (1,), self.ticket, context.heap.bases, self.begun, self.control, rank, slot,
             WORLD=self.problem.world_size, num_warps=1,
         )  # fmt: skip
-        with context.beside(self.beside[0]):
-            for peer in self.peers:
-                self.send(k, v, self.places(slot, rank), peer)
+        for lane, stream in enumerate(self.beside):
+            with context.beside(stream):
+                for peer in self.peers[lane :: len(self.beside)]:
+                    self.send(k, v, self.places(slot, rank), peer)
         return slot
 
     def sent_to(self, peer: int) -> list[tuple[int, int]]:
