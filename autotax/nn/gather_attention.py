@@ -55,6 +55,7 @@ class GatherAttention(Tuned):
     The backward is the vendor's, on keys and values that are gathered again; a reduce-scatter adds up their gradients.
     """
 
+    NAMES = "q", "k", "v"
     _most: AttentionProblem
     _recorders: dict[Problem, Any]
     _streams: dict[tuple[int, ...], tuple[Stream, Tensor]]
@@ -117,7 +118,7 @@ class GatherAttention(Tuned):
 
     def forward(  # type: ignore[override]
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, *, return_lse: bool = False,
-        prefix: tuple[Tensor, Tensor] | None = None, lengths: Sequence[int] | None = None,
+        prefix: tuple[Tensor, Tensor] | None = None, lengths: Sequence[int] | Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """The attention of this rank's queries.
 
@@ -132,7 +133,8 @@ class GatherAttention(Tuned):
                 All queries see them, or with a window those that it reaches, as queries of a later chunk of a prompt do. The
                 vendor attends to them, and one kernel merges both outputs. There is no backward.
             lengths: The lengths of sequences that lie one after the other along the tokens of all ranks: a list, the same on all
-                ranks, that adds up to all tokens. For a batch of one and the layout "contiguous". No query sees another
+                ranks, that adds up to all tokens. The sums of lengths from 0 on, as in `cu_seqlens`, serve as well, and a tensor
+                of either, int32 or int64 [any] on the CPU. For a batch of one and the layout "contiguous". No query sees another
                 sequence. The vendor's attention serves them, with a backward.
 
         Returns:
@@ -142,8 +144,10 @@ class GatherAttention(Tuned):
         Raises:
             UsageError: A tensor or `lengths` is not allowed; nothing is enqueued.
         """
-        if lengths is not None and (out is not None or prefix is not None):
-            raise UsageError("lengths is given with out or prefix; it takes neither: leave it out")
+        if lengths is not None:
+            lengths = _lengths_of(lengths)
+            if out is not None or prefix is not None:
+                raise UsageError("lengths is given with out or prefix; it takes neither: leave it out")
         if prefix is not None:
             if out is not None or (is_grad_enabled() and recorded(q, k, v, *prefix)):
                 raise UsageError("prefix is given with out or with gradients; it takes neither: leave it out, or use no_grad")
@@ -176,7 +180,7 @@ class GatherAttention(Tuned):
         """The body of `forward`; for the operators of torch.ops."""
         self._compare_calls(q, k, v, out)
         problem, inputs = self._problem_of(q, k, v)
-        if self._world is None:
+        if self._world is None or not len(inputs[0]):
             return self._alone(problem, inputs, out)
         return self._call(*self._calls.get(problem) or self._choose(problem), inputs, out)
 
@@ -184,7 +188,12 @@ class GatherAttention(Tuned):
         """See Module._compare."""
         self._ensure_ready()
         if self._guards[2]:
-            self._compare(lambda: self._described(*self._problem_of(q, k, v), out))
+
+            def described() -> str:
+                problem, inputs = self._problem_of(q, k, v)
+                return self._described(problem, inputs, out) if len(inputs[0]) else "no sequences"
+
+            self._compare(described)
 
     def run_recorded(self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """The output and its log-sum-exps, float32 [batch, q_heads, tokens]."""
@@ -192,11 +201,8 @@ class GatherAttention(Tuned):
             return self._run_ragged(q, k, v, lengths)
         self._compare_calls(q, k, v, None)
         problem, inputs = self._problem_of(q, k, v)
-        if self._world is None:
-            from autotax.kernels.gather_attention.vendor import attend_part  # brings Triton
-
-            o, lse = attend_part(self._library, problem.everything, *inputs)
-            return o, lse.contiguous()
+        if self._world is None or not len(inputs[0]):
+            return self._attended(problem, inputs)
         chosen, like = self._calls.get(problem) or self._choose(problem)
         kernel = self._recorders.get(problem) or remember(self._recorders, problem, self._recorder(problem, chosen))
         o = self._call(kernel, like, inputs, None)
@@ -207,12 +213,12 @@ class GatherAttention(Tuned):
         from autotax.kernels.gather_attention.vendor import VendorAttention, attend_part  # brings Triton
 
         (problem, (queries, _, _)), device = self._problem_of(q, k, v), self._device
-        shape = problem.batch, earlier_k.shape[1] if earlier_k.dim() == 4 else 0, problem.kv_heads
+        shape = len(queries), earlier_k.shape[1] if earlier_k.dim() == 4 else 0, problem.kv_heads
         keys, values = small("prefix k", earlier_k, self._dtype, device), small("prefix v", earlier_v, self._dtype, device)
         require_tensor("prefix k", keys, (*shape, problem.head_dim), self._dtype, device)
         require_tensor("prefix v", values, (*shape, problem.value_dim), self._dtype, device)
         whole = self.run_recorded(q, k, v)
-        parts = problem.parts_of_prefix(self._world.rank if self._world else 0, shape[1]) if shape[1] else []
+        parts = problem.parts_of_prefix(self._world.rank if self._world else 0, shape[1]) if shape[0] and shape[1] else []
         if self._world is None:
             for part in parts:
                 _merge(whole, attend_part(self._library, part, queries, keys, values), slice(*part.queries))
@@ -256,9 +262,9 @@ class GatherAttention(Tuned):
     ) -> tuple[AttentionProblem, tuple[Tensor, Tensor, Tensor]]:
         """The problem of a call with `lengths`, and its tensors as kernels take them. Raises UsageError."""
         problem, inputs = self._problem_of(q, k, v)
-        if problem.batch > 1 or problem.layout != "contiguous":
+        if len(inputs[0]) != 1 or problem.layout != "contiguous":
             raise UsageError(
-                f"lengths is given with a batch of {problem.batch} and the layout {problem.layout}; it takes a batch of 1 and "
+                f"lengths is given with a batch of {len(inputs[0])} and the layout {problem.layout}; it takes a batch of 1 and "
                 "the layout contiguous: give such tensors, to such a module"
             )
         _require_lengths(lengths, problem.seq_len)
@@ -279,6 +285,8 @@ class GatherAttention(Tuned):
             The gradients, shaped like q, k and v, of the sum of all ranks' losses.
         """
         problem, (q, k, v) = self._problem_of(q, k, v)
+        if not len(q):
+            return q.clone(), k.clone(), v.clone()
         d_o, world, rank = d_o.contiguous(), self._world, self._world.rank if self._world else 0
         library = self._library
         parts = problem.parts(rank)
@@ -287,7 +295,7 @@ class GatherAttention(Tuned):
             library, world = self._libraries[-1], world if stream.crosses else None
         own = torch.cat((k.flatten(), v.flatten()))
         gathered, first = own[None], rank  # the keys of this rank alone
-        with self._guards[0]:
+        with on_device(self._guards[1]), self._guards[0]:
             if world is not None:
                 gathered, first = own.new_empty(problem.world_size, len(own)), 0
                 all_gather(gathered, own, world.data)
@@ -325,11 +333,11 @@ class GatherAttention(Tuned):
         return next(fit for kernel in kernels if (fit := self._fitted(kernel, problem)))
 
     def _problem_of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[AttentionProblem, tuple[Tensor, Tensor, Tensor]]:
-        """The problem of a call, and its tensors as kernels take them. Raises UsageError."""
+        """The problem of a call, for a batch of none that of one, and its tensors as kernels take them. Raises UsageError."""
         self._ensure_ready()
         require_no_tangent(q, k, v)
         most, device = self._most, self._device
-        q, k, v = (small(name, tensor, self._dtype, device) for name, tensor in (("q", q), ("k", k), ("v", v)))
+        q, k, v = (small(name, tensor, self._dtype, device) for name, tensor in zip(self.NAMES, (q, k, v), strict=True))
         if q.dim() != 4:
             raise UsageError(f"q has {q.dim()} dimensions; it must be [batch, tokens, q_heads, head_dim]: give such a tensor")
         batch, tokens = q.shape[:2]
@@ -338,22 +346,41 @@ class GatherAttention(Tuned):
                 f"q is {list(q.shape)}; it must have at most {most.batch} sequences of {most.shard_len} tokens on a rank: "
                 "give fewer, or make the module with a greater max_batch or max_seq_len"
             )
-        problem = replace(most, batch=batch, seq_len=tokens * most.world_size)
+        if not tokens or tokens % most.chunks:
+            raise UsageError(
+                f"q has {tokens} tokens on a rank; with the layout {most.layout} it must have a multiple of {most.chunks}, "
+                f"{most.chunks} at least: give such a tensor"
+            )
+        problem = replace(most, batch=max(batch, 1), seq_len=tokens * most.world_size)
         heads = (most.q_heads, most.head_dim), (most.kv_heads, most.head_dim), (most.kv_heads, most.value_dim)
-        for name, tensor, of_token in zip(("q", "k", "v"), (q, k, v), heads, strict=True):
+        for name, tensor, of_token in zip(self.NAMES, (q, k, v), heads, strict=True):
             require_tensor(name, tensor, (batch, tokens, *of_token), self._dtype, device)
         return problem, (q, k, v)
 
     def _alone(self, problem: AttentionProblem, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor | None) -> Tensor:
-        """The output where there is one rank."""
-        from autotax.kernels.gather_attention.vendor import attend_part  # brings Triton
-
-        o, _ = attend_part(self._library, problem.everything, *inputs)
+        """The output of `_attended`, in `out` if that is given."""
+        o, _ = self._attended(problem, inputs)
         if out is None:
             return o
         require_tensor("out", out, tuple(o.shape), self._dtype, self._device)
         require_apart("out", out, q=inputs[0], k=inputs[1], v=inputs[2])
         return out.copy_(o)
+
+    def _attended(self, problem: AttentionProblem, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The output and its log-sum-exps where no other rank takes part: of one rank, or of an empty batch."""
+        q, _, v = inputs
+        if not len(q):
+            return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(0, q.shape[2], q.shape[1], dtype=torch.float32)
+        from autotax.kernels.gather_attention.vendor import attend_part  # brings Triton
+
+        o, lse = attend_part(self._library, problem.everything, *inputs)
+        return o, lse.contiguous()
+
+    def extra_repr(self) -> str:
+        batch, q_heads, kv_heads, dim, mask, layout = self._shape
+        sizes = f"kv_heads={kv_heads}, q_heads={q_heads}, head_dim={dim}, max_seq_len={self._lengths[-1]}, max_batch={batch}"
+        unusual = "".join(f", {name}={value}" for name, value in zip(("window", "v_dim"), self._more, strict=True) if value)
+        return f"{sizes}, dtype={self._dtype}, causal={mask == 'causal'}, layout={layout}{unusual}, ranks={self.world_size}"
 
     @property
     def _libraries(self) -> list[str]:
@@ -367,6 +394,20 @@ class GatherAttention(Tuned):
         return self._libraries[-1 if self._most.window else 0]
 
 
+def _lengths_of(lengths: Sequence[int] | Tensor) -> Sequence[int]:
+    """Lengths of sequences from themselves or from their sums, which begin with 0. Raises UsageError for a tensor of a GPU."""
+    if isinstance(lengths, Tensor):
+        if lengths.device.type != "cpu" or lengths.dim() != 1:
+            raise UsageError(
+                f"lengths is a tensor {list(lengths.shape)} on {lengths.device}; it must be a list or a tensor [any] on the "
+                "CPU: give lengths.tolist()"
+            )
+        lengths = lengths.tolist()
+    if isinstance(lengths, Sequence) and len(lengths) > 1 and lengths[0] == 0:
+        return [end - first for first, end in pairwise(lengths)]
+    return lengths
+
+
 def _require_lengths(lengths: Sequence[int] | None, tokens: int | None = None) -> None:
     """Raises UsageError unless `lengths` is a list of lengths, which add up to `tokens` if that is given; None passes."""
     if lengths is None:
@@ -375,7 +416,7 @@ def _require_lengths(lengths: Sequence[int] | None, tokens: int | None = None) -
     if not whole or tokens not in (None, sum(lengths)):
         raise UsageError(
             f"lengths is {reprlib.repr(lengths)}; it must be a list of whole numbers from 1 on that add up to the "
-            f"{f'{tokens} ' if tokens else ''}tokens of all ranks: give such a list"
+            f"{f'{tokens} ' if tokens else ''}tokens of all ranks: give such a list, or their sums from 0 on"
         )
 
 

@@ -17,6 +17,7 @@ from autotax.core.problem import Problem
 from autotax.hardware import Hardware, require_problem
 from autotax.nn.base import Module, Request, increment_version
 from autotax.nn.consensus import require_alike
+from autotax.nn.groups import on_device
 from autotax.nn.tensor_checks import plain, recorded, require_apart, require_no_tangent, require_tensor
 from autotax.operators import registry
 from autotax.operators.inputs import Call
@@ -37,6 +38,8 @@ class Tuned(Module):
     ranks alike for what is not allowed. Falls back and warns as AllGatherLinear does.
     """
 
+    NAMES: tuple[str, ...] = ()
+    """Of the inputs, in messages; ("input 1", "input 2" ...) without."""
     _problems: tuple[Problem, ...]
     _request: Request
     _kernels: dict[Problem, list[Any]]
@@ -124,7 +127,7 @@ class Tuned(Module):
         made = torch.empty(like.out.shape, dtype=like.out.dtype, device=self._device) if out is None else out
         if out is not None:
             increment_version((out,))
-        with self._guards[0]:
+        with on_device(self._guards[1]), self._guards[0]:
             result = kernel(*inputs, made)
         if result is None or result is made:
             return made
@@ -137,12 +140,13 @@ class Tuned(Module):
         require_no_tangent(*inputs, out)
         if len(inputs) != len(like.tensors):
             raise UsageError(f"{len(inputs)} inputs given; {kernel.problem.op} takes {len(like.tensors)}: give as many")
-        inputs = tuple(plain(f"input {number}", tensor) for number, tensor in enumerate(inputs, 1))
-        for number, (tensor, expected) in enumerate(zip(inputs, like.tensors, strict=True), 1):
-            require_tensor(f"input {number}", tensor, tuple(expected.shape), expected.dtype, self._device)
+        names = self.NAMES or tuple(f"input {number}" for number in range(1, len(inputs) + 1))
+        inputs = tuple(plain(name, tensor) for name, tensor in zip(names, inputs, strict=True))
+        for name, tensor, expected in zip(names, inputs, like.tensors, strict=True):
+            require_tensor(name, tensor, tuple(expected.shape), expected.dtype, self._device)
         if out is not None:
             require_tensor("out", out, tuple(like.out.shape), like.out.dtype, self._device)
-            require_apart("out", out, **{f"input {number}": tensor for number, tensor in enumerate(inputs, 1)})
+            require_apart("out", out, **dict(zip(names, inputs, strict=True)))
         return inputs
 
     def _choose(self, problem: Problem) -> tuple[Any, Call]:

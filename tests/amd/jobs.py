@@ -1,6 +1,8 @@
 """Jobs for the emulated GPUs: every variant for AMD, on shapes that no tile divides and with shards that have no rows.
 
-PYTHONPATH=. python -m tests.amd.jobs [TARGET or VARIANT ...]     a table: problem, variant, calls, greatest error, faults
+PYTHONPATH=. python -m tests.amd.jobs [TARGET, OPERATOR or VARIANT ...]
+
+A table: problem, variant, calls, greatest error, faults.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ from multiprocessing import get_context
 from autotax.core.config import Config, Value
 from autotax.core.problem import Problem
 from autotax.operators import named
-from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
+from autotax.operators.problems import (
+    AllGatherGemm,
+    AllReduceNorm,
+    DecodeMerge,
+    FlashDecode,
+    GatherAttention,
+    GemmReduceScatter,
+    HeadGather,
+)
 from autotax.operators.verification import TOLERANCE
 from autotax.spaces import space_for
 from tests.amd.ranks import Outcome, emulate, hardware
@@ -44,6 +54,9 @@ PROBLEMS: tuple[Problem, ...] = (
     AllReduceNorm(3, 384, "bf16", 2, "none", "block"),
     AllReduceNorm(3, 264, "bf16", 2, k=72),  # behind a product
     AllReduceNorm(2, 256, "bf16", 2, k=256, scales="block", quantize="block"),  # behind one of e4m3
+    GatherAttention(1, 2, 1, 16, 44, "bf16", 2, layout="zigzag"),
+    GatherAttention(1, 2, 1, 16, 44, "fp16", 2, "none"),
+    GatherAttention(1, 2, 1, 16, 44, "bf16", 2, window=11),
     AllReduceNorm(3, 272, "bf16", 2, k=80, scales="row", quantize="row"),
 )
 CODES = PROBLEMS[-1]
@@ -58,6 +71,20 @@ SHARED_ROWS = AllReduceNorm(3, 384, "bf16", 2, quant="row")
 PACKETS = AllGatherGemm(50, 70, 256, "bf16", "m", 2)
 IN_PARTS: dict[str, Value] = {"block_m": 32, "block_n": 32, "block_k": 64, "splits": 2}
 """For `push_packets`: a shard of four pieces, the last one short, and tiles in parts."""
+FEW: dict[str, Value] = {"block_m": 16, "block_n": 16, "dies": 2, "comm": 4, "piece": 16, "group": 16}
+BLOCKS_BY_DIES = (
+    (GatherAttention(2, 4, 2, 32, 96, "bf16", 2, layout="zigzag"), FEW | {"order": "head_first"}),
+    (GatherAttention(1, 4, 4, 48, 96, "fp16", 2, layout="zigzag", window=31, v_dim=32), FEW | {"order": "block_first"}),
+)
+"""For `push`: blocks of queries of two dies, and keys of a rank that come in three groups."""
+LIBRARIES = {
+    "all-gather-gemm": {"bsp"},
+    "all-reduce-norm": {"bsp"},
+    "gather-attention": {"bsp", "decomposed", "heads"},
+    "gemm-reduce-scatter": {"bsp"},
+    "head-gather": {"bsp"},
+}
+"""Variants that compute with the vendor's library, which the emulator lacks."""
 CALLS = 3
 """Slots of an inbox are used again from the third on; the second is ragged."""
 
@@ -79,12 +106,15 @@ def jobs(targets: list[str]) -> Iterator[Job]:
         yield target, SHARED_ROWS, Config.of("push", late, rows=1, ahead=1, num_warps=1, per_processor=1)
         values = space_for(CODES, hardware(target, 2)).default("scaled_fused").values
         yield target, CODES, Config.of("scaled_fused", values | {"loads": "pointer", "quantised": "within"})
+        for attention, few in BLOCKS_BY_DIES:
+            values = space_for(attention, hardware(target, 2)).default("push").values
+            yield target, attention, Config.of("push", values | few)
         for problem in (*PROBLEMS, NARROW) if target == "hip:gfx942" else PROBLEMS:
             space = space_for(problem, hardware(target, problem.world_size))
             for name in space.variants:
                 if name in named(problem.op).peers:
                     continue
-                if name == "bsp" and problem.op in ("all-gather-gemm", "all-reduce-norm", "gemm-reduce-scatter", "head-gather"):
+                if name in LIBRARIES.get(problem.op, ()):
                     continue
                 ways = [way for way in ways_to_exchange(space) if way.variant == name]
                 for config in dict.fromkeys([space.default(name), *ways]):
@@ -140,8 +170,8 @@ def main(*arguments: str) -> int:
     import triton
 
     targets = [argument for argument in arguments if argument.startswith("hip:")] or ["hip:gfx942"]
-    variants = set(arguments).difference(targets)
-    chosen = [job for job in jobs(targets) if not variants or job[2].variant in variants]
+    names = set(arguments).difference(targets)
+    chosen = [job for job in jobs(targets) if not names or names & {job[1].op, job[2].variant}]
     print(f"Triton {triton.__version__}, two ranks, seed 0, dies with late write-backs")
     print(f"{'target':11s} {'problem':72s} {'variant':16s} {'calls':>5s} {'greatest error':>15s} {'instructions':>13s} faults")
     bad = 0

@@ -14,7 +14,7 @@ from autotax.core.conditions import ON_CPU
 from autotax.core.problem import Problem
 from autotax.db import Store
 from autotax.hardware import detect
-from autotax.operators.problems import AllGatherGemm, AllReduceNorm
+from autotax.operators.problems import AllGatherGemm, AllReduceNorm, GatherAttention
 from autotax.software import environment
 from autotax.spaces import space_for
 from tests.db.conftest import keep_winner
@@ -24,9 +24,11 @@ ROOT = Path(__file__).parents[2]
 
 
 GATHER, NORM = AllGatherGemm(256, 96, 64, "fp32", "m", 2), AllReduceNorm(16, 256, "fp32", 2, quant="row")
+ATTENTION = GatherAttention(1, 4, 2, 16, 64, "bf16", 2, layout="zigzag")
 EXAMPLES: dict[str, tuple[Problem, str, list[str]]] = {
     "in_torch": (GATHER, "decomposed", ["layer: (256, 96)", "attention: (2, 8, 16)", *["runs bulk-synchronous"] * 9]),
     "all_reduce_norm": (NORM, "one_shot", ["relative error"]),
+    "gather_attention": (ATTENTION, "push", ["relative error"]),
 }
 
 
@@ -58,14 +60,18 @@ def run_on_two_ranks(script: str, db: Path) -> list[str]:
     return outputs
 
 
+@pytest.mark.parametrize("example", ["fp8_in_torch", "gather_attention"])
+def test_a_small_example_has_40_lines(example: str) -> None:
+    assert len((ROOT / f"examples/{example}.py").read_text().splitlines()) <= 40
+
+
 @pytest.mark.volume
 def test_the_example_of_fp8_runs(tmp_path: Path) -> None:
-    assert len((ROOT / "examples/fp8_in_torch.py").read_text().splitlines()) <= 40
     for rank, output in enumerate(run_on_two_ranks("fp8_in_torch.py", tmp_path / "none.db")):
         assert f"rank {rank}: (8, 256) to (8, 256), torch.bfloat16, finite: True" in output
 
 
-@pytest.mark.parametrize("example", ["in_torch", *volume("all_reduce_norm")])
+@pytest.mark.parametrize("example", ["in_torch", *volume("all_reduce_norm", "gather_attention")])
 def test_an_example_runs_what_is_tuned_and_agrees_with_torch(tmp_path: Path, example: str) -> None:
     db, here = tmp_path / "winners.db", detect("cpu")
     problem, variant, lines = EXAMPLES[example]

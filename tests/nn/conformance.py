@@ -30,8 +30,18 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.hardware import detect
 from autotax.heap.world import World
-from autotax.nn import AllGatherLinear, AllReduceNorm, DecodeMerge, FlashDecode, LinearAllReduce, LinearReduceScatter, groups
+from autotax.nn import (
+    AllGatherLinear,
+    AllReduceNorm,
+    DecodeMerge,
+    FlashDecode,
+    GatherAttention,
+    LinearAllReduce,
+    LinearReduceScatter,
+    groups,
+)
 from autotax.nn.base import Module
+from autotax.nn.consensus import DTYPES
 from autotax.operators.all_reduce_norm import AllReduceNorm as Problem
 from autotax.operators.verification import TOLERANCE, relative_error
 from autotax.spaces import space_for
@@ -59,6 +69,23 @@ class Subject:
     page: int = 0
     output: str = "replicated"
     world: World = field(init=False)
+    dtype: torch.dtype = field(init=False, default=F32)
+    """Of all inputs and results."""
+
+    @property
+    def recorded(self) -> bool:
+        """Whether torch records calls for a backward."""
+        return bool(self.linear)
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[DTYPES[self.dtype]]
+
+    def watch(self, module: Any, before: Callable[[], object]) -> None:
+        """Makes kernels call `before` first; `module` has been called."""
+        for key, (call, *rest) in list(module._known.items()):
+            entry = lambda *given, call=call: before() or call(*given), *rest
+            module._known[key] = module._latest = entry
 
     @property
     def kind(self) -> Any:
@@ -132,10 +159,10 @@ class Subject:
         """The sizes as `repr` prints them."""
         return "in_features=40, out_features=24, bias=False" if self.linear else "q_heads=4, kv_heads=2"
 
-    def is_right(self, module: Any, seed: int = 1, dtype: str = "fp32", tight: bool = True) -> None:
-        inputs = self.inputs(seed)
+    def is_right(self, module: Any, seed: int = 1, rows: int = ROWS) -> None:
+        inputs = self.inputs(seed, rows)
         output = called(module, *inputs)
-        assert relative_error(output, self.right(module, inputs, seed)) <= (TOLERANCE[dtype] if tight else 0.05)
+        assert relative_error(output, self.right(module, inputs, seed)) <= self.tolerance
 
 
 @dataclass
@@ -228,6 +255,57 @@ class NormSubject(Subject):
         return f"hidden={HIDDEN}, max_m="
 
 
+@dataclass
+class GatherSubject(Subject):
+    """Attention over sequence shards: calls bring Q, K and V of a rank's tokens. Rows are sequences."""
+
+    dtype: torch.dtype = field(init=False, default=torch.bfloat16)
+
+    @property
+    def recorded(self) -> bool:
+        return True
+
+    @property
+    def kind(self) -> type[Module]:
+        return GatherAttention
+
+    def make(self, **more: Any) -> Any:
+        tokens = ROOM * self.world.size
+        usual: dict[str, Any] = {"dtype": self.dtype, "device": "cpu", "config": self.config}
+        return GatherAttention(KV_HEADS, HEADS, DIM, tokens, max_batch=ROWS if self.config else MOST, **(usual | more))
+
+    def watch(self, module: Any, before: Callable[[], object]) -> None:
+        for problem, (call, like) in list(module._calls.items()):
+            module._calls[problem] = lambda *given, call=call: before() or call(*given), like
+
+    def inputs(self, seed: int = 1, rows: int = ROWS) -> list[Tensor]:
+        return self.of_rank(self.world.rank, seed, rows)
+
+    def of_rank(self, rank: int, seed: int, rows: int) -> list[Tensor]:
+        heads = enumerate((HEADS, KV_HEADS, KV_HEADS))
+        return [normal(rows, ROOM, count, DIM, seed=1000 * seed + 10 * rank + i, dtype=self.dtype) for i, count in heads]
+
+    @property
+    def names(self) -> list[str]:
+        return ["q", "k", "v"]
+
+    def out(self, rows: int = ROWS) -> Tensor:
+        return torch.zeros(rows, ROOM, HEADS, DIM, dtype=self.dtype)
+
+    def right(self, module: Any, inputs: list[Tensor], seed: int = 1) -> Tensor:
+        brought = [self.of_rank(rank, seed, len(inputs[0])) for rank in range(self.world.size)]
+        whole = (torch.cat(tensors, 1).float().transpose(1, 2) for tensors in zip(*brought, strict=True))
+        o = nn.functional.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True).transpose(1, 2)
+        return o[:, ROOM * self.world.rank :][:, :ROOM]
+
+    def by_operator(self, module: Any, x: Tensor, rest: list[Tensor]) -> Any:
+        return torch.ops.autotax.gather_attention(x, *rest, module.handle)
+
+    @property
+    def described(self) -> str:
+        return f"kv_heads={KV_HEADS}, q_heads={HEADS}, head_dim={DIM}, max_seq_len={ROOM * self.world.size}"
+
+
 def first(result: Any) -> Tensor:
     """The result of a call, or the first of several."""
     result = result if isinstance(result, Tensor) else result[0]
@@ -264,7 +342,7 @@ def made(subject: Subject, **more: Any) -> Iterator[Any]:
 def out_that_requires_a_gradient(subject: Subject) -> None:
     with made(subject) as module:
         out = subject.out().requires_grad_()
-        why = "call this without out" if subject.linear else "there is no backward"
+        why = "call this without out" if subject.recorded else "there is no backward"
         refused(lambda: module(*subject.inputs(), out=out), why)
         refused(lambda: module(*subject.inputs(), out=out * 1), why)
         subject.is_right(module)
@@ -274,7 +352,7 @@ def input_that_requires_a_gradient(subject: Subject) -> None:
     with made(subject) as module:
         x, *rest = subject.inputs()
         x.requires_grad_()
-        if subject.linear:
+        if subject.recorded:
             refused(lambda: module(x, *rest, out=subject.out()), "call this without out")
             assert module(x, *rest).requires_grad
         else:
@@ -393,9 +471,7 @@ def device_guard(subject: Subject) -> None:
             current[0] = before
 
         called(module, *subject.inputs())
-        for key, (call, *rest) in list(module._known.items()):
-            entry = lambda *given, call=call: during.append(current[0]) or call(*given), *rest
-            module._known[key] = module._latest = entry
+        subject.watch(module, lambda: during.append(current[0]))
         module._guards = module._calls_of_group, 1, False
         with mock.patch.object(groups, "current_device", lambda: current[0]), mock.patch("torch.cuda.device", device):
             subject.is_right(module)
@@ -505,14 +581,15 @@ def other_layouts(subject: Subject) -> None:
 
 
 def autocast(subject: Subject) -> None:
+    other = torch.bfloat16 if subject.dtype is F32 else F32
     with made(subject) as module, torch.autocast("cpu", torch.bfloat16):
         x, *rest = subject.inputs()
-        given = [x.bfloat16(), *rest]
+        given = [x.to(other), *rest]
         result = called(module, *given)
-        assert result.dtype is F32
-        assert torch.equal(result, called(module, x.bfloat16().float(), *rest))
+        assert result.dtype is subject.dtype
+        assert torch.equal(result, called(module, given[0].to(subject.dtype), *rest))
     with made(subject) as module:
-        refused(lambda: called(module, *given), "torch.bfloat16")
+        refused(lambda: called(module, *given), str(other))
 
 
 def export(subject: Subject) -> None:
@@ -654,7 +731,7 @@ def right_result(subject: Subject, module: Any, inputs: list[Tensor], **more: An
     """Calls the module, checks the result and returns it."""
     result = called(module, *inputs, **more)
     if not more:
-        assert relative_error(result, subject.right(module, inputs)) <= TOLERANCE["fp32"]
+        assert relative_error(result, subject.right(module, inputs)) <= subject.tolerance
     return result
 
 
@@ -663,7 +740,7 @@ def lazy_views(subject: Subject) -> None:
         inputs = subject.inputs()
         right = right_result(subject, module, inputs)
         for number, tensor in enumerate(inputs):
-            for view in (negated, imaginary) if tensor.is_floating_point() else (negated,):
+            for view in (negated, imaginary) if tensor.dtype is F32 else (negated,):
                 some = replaced(inputs, number, view)
                 assert torch.equal(called(module, *some), right), (number, view)
                 with torch.no_grad():
@@ -1075,13 +1152,16 @@ OF_WEIGHTS = (
     weight_of_another_kind, weight_that_was_freed, addends_of_another_kind, results_that_are_normed,
 )  # fmt: skip
 OF_ATTENTION = (inputs_that_differ, lengths_beyond_the_memory)
-OF_NORMS = (every_result_of_a_norm,)
-OF_MERGING = (merged_log_sum_exps, shards_that_are_empty, log_sum_exps_with_any_strides, sequences_that_are_elsewhere)
+OF_OTHERS: tuple[tuple[type[Subject], tuple[Callable[[Subject], None], ...]], ...] = (
+    (NormSubject, (every_result_of_a_norm,)),
+    (MergeSubject, (merged_log_sum_exps, shards_that_are_empty, log_sum_exps_with_any_strides, sequences_that_are_elsewhere)),
+    (GatherSubject, ()),
+)
 
 
 def cases_of(subject: Subject) -> dict[str, Callable[[Subject], None]]:
     own = OF_WEIGHTS if subject.linear else OF_ATTENTION
-    own = OF_NORMS if isinstance(subject, NormSubject) else OF_MERGING if isinstance(subject, MergeSubject) else own
+    own = next((cases for kind, cases in OF_OTHERS if isinstance(subject, kind)), own)
     return {case.__name__: case for case in (*CASES, *own)}
 
 

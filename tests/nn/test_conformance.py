@@ -10,11 +10,13 @@ import pytest
 from autotax.core.config import Config
 from autotax.runner.ranks import Ranks
 from tests.nn import conformance
-from tests.nn.conformance import MergeSubject, NormSubject, Subject, cases_of
+from tests.nn.conformance import GatherSubject, MergeSubject, NormSubject, Subject, cases_of
 from tests.nn.test_modules import ATTENTION, EXCHANGE, linear, row_linear
 
 SINGLE = Config.of("single", ATTENTION | EXCHANGE | {"heads": 1, "receivers": 2, "splits": 1})
 WORDS = Config.of("words", rows=2, num_warps=4, parts=1, per_processor=1)
+PUSH = Config.of("push", block_m=16, block_n=16, num_warps=4, num_stages=2, order="block_first", dies=1, comm=2, piece=16,
+                 group=32, loads="tma")  # fmt: skip
 ONE_SHOT = Config.of("one_shot", words="blank", split=2, num_warps=4, per_processor=1)
 SUBJECTS = {
     subject.name: subject
@@ -30,6 +32,8 @@ SUBJECTS = {
         MergeSubject("merge, words and own heads", config=WORDS, output="head_scatter"),
         NormSubject("norm, bulk-synchronous"),
         NormSubject("norm, one_shot", config=ONE_SHOT),
+        GatherSubject("gathered attention, bulk-synchronous"),
+        GatherSubject("gathered attention, push", config=PUSH),
     )
 }
 WANTED = 60

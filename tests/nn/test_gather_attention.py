@@ -5,6 +5,7 @@ refusals.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -238,7 +239,9 @@ def stream(world: World, lengths: list[int], causal: bool, window: int = 0, dims
         results = [o, *(leaf.grad for leaf in leaves), lse.transpose(1, 2)]
         deviations.append(far(world, results, [*expected, lse_of_all], "contiguous"))
         outputs += [o, recorded.detach()]
-    assert all(torch.equal(module(q, k, v, lengths=lengths), o) for o in outputs)
+    sums = [0, *accumulate(lengths)]
+    for same in (lengths, sums, torch.tensor(lengths, dtype=torch.int32), torch.tensor(sums)):
+        assert all(torch.equal(module(q, k, v, lengths=same), o) for o in outputs)
     module.close()
     return deviations
 
@@ -367,6 +370,26 @@ def test_one_process_alone_is_dense_attention() -> None:
     torch.testing.assert_close(lse.transpose(1, 2), right_lse(tensors, seen(TOKENS, True)), rtol=1e-3, atol=1e-3)
 
 
+def empty(_: World | None) -> list[bool]:
+    """Whether results of a batch without sequences have their shapes: of a call, with log-sum-exps, with a prefix, gradients."""
+    module = GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, device="cpu", v_dim=8)
+    q, k, v = (tensor[:0, : TOKENS // module.world_size] for tensor in drawn(TOKENS, v_dim=8)[:3])
+    o, lse = module(q, k, v, return_lse=True)
+    of_prefix = module(q, k, v, prefix=(k[:, :3], v[:, :3]))
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    module(*leaves).sum().backward()
+    results = [module(q, k, v), o, of_prefix]
+    shaped = [tuple(lse.shape) == (0, HEADS, q.shape[1]), *(result.shape == (*q.shape[:3], 8) for result in results)]
+    with pytest.raises(UsageError, match="a batch of 0"):
+        module(q, k, v, lengths=[TOKENS])
+    return [*shaped, *(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in leaves)]
+
+
+def test_a_batch_without_sequences_has_empty_results(ranks: Ranks) -> None:
+    for shaped in (empty(None), *ranks.run(empty, timeout=60)):
+        assert all(shaped), shaped
+
+
 def test_what_is_not_allowed_is_refused_in_one_line() -> None:
     module = GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, max_batch=2, device="cpu")
     q, k, v, _ = drawn(TOKENS)
@@ -374,6 +397,7 @@ def test_what_is_not_allowed_is_refused_in_one_line() -> None:
     for wrong, named in (
         ((q[0], k, v), "q has 3 dimensions"),
         (long[:3], "64 tokens"),
+        ((q[:, :0], k[:, :0], v[:, :0]), "q has 0 tokens"),
         ((q, k[:, :1], v), "k is"),
         ((q, k, v.float()), "v is"),
     ):
@@ -392,7 +416,8 @@ def test_what_is_not_allowed_is_refused_in_one_line() -> None:
         GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, causal=False, layout="zigzag", device="cpu")
     one = q[:1], k[:1], v[:1]
     to_record = [tensor.clone().requires_grad_() for tensor in one]
-    for lengths in ([32, 31], [64, 0], [32.0, 32], 64, [-1, 65], []):
+    sums = torch.tensor([[0, 64]]), torch.tensor([0.0, 64.0]), torch.tensor([0, 64], device="meta")
+    for lengths in ([32, 31], [64, 0], [32.0, 32], 64, [-1, 65], [], [0, 40, 30, 64], [0, 32], *sums):
         for tensors in (one, to_record):
             with pytest.raises(UsageError, match="lengths is") as refusal:
                 module(*tensors, lengths=lengths)
@@ -405,6 +430,8 @@ def test_what_is_not_allowed_is_refused_in_one_line() -> None:
     zigzag = GatherAttention(KV_HEADS, HEADS, DIM, TOKENS, layout="zigzag", device="cpu")
     with pytest.raises(UsageError, match="the layout zigzag"):
         zigzag(*one, lengths=[64])
+    with pytest.raises(UsageError, match="with the layout zigzag it must have a multiple of 2"):
+        zigzag(*(tensor[:, :7] for tensor in one))
     for wrong_options, message in (
         ({"window": 8, "causal": False}, "window is 8 and mask is none"),
         ({"window": -1}, "window is -1"),
