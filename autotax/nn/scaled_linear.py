@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +55,10 @@ RESULTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 NO_GRADIENT = (
     "x requires a gradient, and the weight is e4m3: make the layer with backward_weight, the weight in bf16, "
     "or call it under torch.no_grad()"
+)
+NO_COMPILED_GRADIENT = (
+    "x requires a gradient, and a layer with a weight in e4m3 has no compiled backward: call prepare_backward() on all ranks, "
+    "and compile without fullgraph=True, so that the layer runs between graphs"
 )
 NO_GRADIENT_OF_CODES = (
     "the weight in e4m3 or its scales require a gradient, which they cannot have: call requires_grad_(False) on them, "
@@ -325,9 +331,14 @@ class ScaledLinear(ScaledNormed):
             if recorded(self.weight, self.scales, self.input_scale, scales):
                 raise UsageError(NO_GRADIENT_OF_CODES)
             if recorded(x, out, residual, self.bias, self.backward_weight):
-                if is_compiling():
+                if self.backward_weight is None or self.quantize is None:
                     raise UsageError(NO_GRADIENT)
-                return self._record(x, out, residual)
+                if is_compiling():
+                    raise UsageError(NO_COMPILED_GRADIENT)
+                # Dynamo, which is slow to import, would trace this frame between graphs.
+                record = _untraced_record() if "torch._dynamo" in sys.modules else ScaledLinear._record
+                result: Tensor = record(self, x, out, residual)
+                return result
         if is_compiling():
             y: Tensor = torch.ops.autotax.scaled_linear(
                 x, scales, self.weight, self.scales, self.handle, self.input_scale, self.bias, residual
@@ -439,8 +450,6 @@ class ScaledLinear(ScaledNormed):
     # The backward, with the weight in bf16.
 
     def _record(self, x: Tensor, out: Tensor | None, residual: Tensor | None) -> Tensor:
-        if self.backward_weight is None or self.quantize is None:
-            raise UsageError(NO_GRADIENT)
         if out is not None:
             raise UsageError(NO_OUT)
         require_recordable(x=x, bias=self.bias, residual=residual)
@@ -467,6 +476,12 @@ class ScaledLinear(ScaledNormed):
         n, k = self.weight.shape
         how = f"scales={self.layout}, quantize={self.quantize}, accumulate={self.accumulate}"
         return f"{self.kind}, in_features={k}, out_features={n}, {how}"
+
+
+@functools.cache
+def _untraced_record() -> Any:
+    """`ScaledLinear._record` where Dynamo would trace it: between the graphs of a compiled program."""
+    return torch.compiler.disable(ScaledLinear._record)
 
 
 class _Recorded(torch.autograd.Function):

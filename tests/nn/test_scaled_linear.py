@@ -329,6 +329,37 @@ def gradients(world: World, kind: str) -> list[float]:
     return [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
 
 
+def gradients_between_graphs(world: World, kind: str) -> list[str]:
+    """What is wrong with gradients of a compiled program whose first recorded call prepares the backward; then refusals."""
+    weight, scales = weight_of("row", world.rank)
+    wide = torch.nn.Parameter(dequantised(weight, scales, "row", weight=True).bfloat16())
+    layers = [LAYERS[kind](weight, None, M * WORLD, scales=scales, quantize="row", backward_weight=b) for b in (wide, None)]
+    x, kept, lines = x_of(world.rank, M).requires_grad_(), [], []
+
+    def program(x: Tensor, layer: Any) -> Tensor:
+        return torch.relu(layer(x * 2)).float().sum()
+
+    for run in (torch.compile(program, backend="aot_eager"), program):
+        kept.append(torch.autograd.grad(run(x, layers[0]), [x, wide]))
+    lines += [name for name, compiled, eager in zip(("x", "weight"), *kept, strict=True) if not torch.equal(compiled, eager)]
+    torch._dynamo.reset()  # else it takes the graphs that it has
+    for layer in layers:
+        with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
+            torch.compile(program, backend="aot_eager", fullgraph=True)(x, layer)
+        lines.append(str(refused.value))
+    world.barrier()
+    for layer in layers:
+        layer.close()
+    return lines
+
+
+@pytest.mark.parametrize("kind", ["all_gather", *volume("reduce_scatter", "all_reduce")])
+def test_a_backward_runs_between_compiled_graphs_and_not_in_one(ranks: Ranks, kind: str) -> None:
+    for whole, without in ranks.run(gradients_between_graphs, kind, timeout=120):
+        assert "call prepare_backward() on all ranks, and compile without fullgraph=True" in whole
+        assert "make the layer with backward_weight" in without
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_backward_by_the_weight_in_bf16(ranks: Ranks, kind: str) -> None:
     assert max(map(max, ranks.run(gradients, kind, timeout=120))) < TOLERANCE
