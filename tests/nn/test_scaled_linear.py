@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autotax.core.config import Config
@@ -263,11 +264,45 @@ def test_few_rows_without_a_winner_run_the_bulk_synchronous_kernel(ranks: Ranks,
         assert error < TOLERANCE
 
 
-def several(world: World, layout: str) -> bool:
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_neither_layout_of_a_weight_is_copied(kind: str, turned: bool) -> None:
+    weight, scales = weight_of("row", 0)
+    layer = LAYERS[kind](weight.t() if turned else weight, None, M, scales=scales, quantize="row")
+    assert layer.weight.data_ptr() == weight.data_ptr() and layer.weight.shape == (N, K)
+
+
+def errors_of_chain(world: World, layout: str) -> float:
+    """The relative error of a gather of rows that a row-parallel layer has normed and quantised."""
+    norm = AllReduceNorm(K, M * WORLD, dtype=torch.bfloat16, quant=layout, device="cpu")
+    partial = torch.randn(K, K, generator=torch.Generator().manual_seed(world.rank)).bfloat16() / 16
+    weight, scales = weight_of(layout, world.rank)
+    down = LinearReduceScatter(partial, None, M * WORLD, norm=norm)
+    up = AllGatherLinear(weight, None, M * WORLD, scales=scales)
+    of_y = torch.full((1,), 1 / 64) if layout == "tensor" else None
+    with torch.no_grad():
+        y, _, *made = down.normed(x_of(world.rank, M * WORLD), torch.ones(K).bfloat16(), torch.zeros(M, K).bfloat16(), of_y)
+        output = up(y, *(made or [of_y]))
+    own = dequantised(y, (made or [of_y])[0], layout, weight=False)
+    parts = [torch.empty_like(own) for _ in range(WORLD)]
+    dist.all_gather(parts, own)
+    good = torch.cat(parts) @ dequantised(weight, scales, layout, weight=True).t()
+    world.barrier()
+    for module in (down, up, norm):
+        module.close()
+    return float((output.float() - good).norm() / good.norm())
+
+
+@pytest.mark.parametrize("layout", ["row", "block", "tensor"])
+def test_a_layer_takes_the_rows_that_another_has_normed_and_quantised(ranks: Ranks, layout: str) -> None:
+    assert max(ranks.run(errors_of_chain, layout, timeout=120)) < TOLERANCE
+
+
+def several(world: World, layout: str, config: Config | None) -> bool:
     """Whether two weights in one layer give the bits of two layers."""
     pairs = [weight_of(layout, seed) for seed in (1, 2)]
     pairs = [(torch.cat([weight, weight[:32]]), scales) for weight, scales in pairs] if layout == "block" else pairs
-    given: dict[str, Any] = {"quantize": layout}
+    given: dict[str, Any] = {"quantize": "block" if layout == "block" else "row", "config": config}
     both = AllGatherLinear([weight for weight, _ in pairs], None, M * WORLD, scales=[scales for _, scales in pairs], **given)
     layers = [AllGatherLinear(weight, None, M * WORLD, scales=scales, **given) for weight, scales in pairs]
     x = x_of(world.rank, M)
@@ -278,9 +313,11 @@ def several(world: World, layout: str) -> bool:
     return alike
 
 
-@pytest.mark.parametrize("layout", ["row", "block"])
-def test_several_weights_share_one_gather(ranks: Ranks, layout: str) -> None:
-    assert ranks.run(several, layout, timeout=120) == [True] * WORLD
+@pytest.mark.parametrize(
+    ("layout", "config"), [("row", None), ("block", None), ("tensor", None), ("tensor", CONFIGS["all_gather"])]
+)
+def test_several_weights_share_one_gather(ranks: Ranks, layout: str, config: Config | None) -> None:
+    assert ranks.run(several, layout, config, timeout=120) == [True] * WORLD
 
 
 def refusals_of(world: World) -> list[str]:
