@@ -248,8 +248,8 @@ def _operands(node: fx.Node) -> tuple[Any, ...] | None:
         a, b, group = node.args[:3]
         return a, b, None, None, "", group
     if node.target is torch.ops.autotax.fused_quantised_matmul.default:
-        a, b, scale, scales, quantize, collective, group = node.args
-        return (a, b, scale, scales, quantize, group) if collective == ALL_REDUCE else None
+        a, b, scale, scales, quantize, collective, group, *scale_ub = node.args
+        return (a, b, scale, scales, quantize, group) if collective == ALL_REDUCE and not any(scale_ub) else None
     return None
 
 

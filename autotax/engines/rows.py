@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
+from autotax.core.errors import UsageError
 from autotax.engines.thresholds import Ranges, agreed, already, kept_bits, listed, norm_ranges, remembered, token_ranges, within
 from autotax.heap.world import World
 from autotax.nn.consensus import DTYPES
-from autotax.operators.scaled import SCALES_OF, scales_shape
+from autotax.operators.scaled import SCALES_OF, greatest_magnitude, scales_shape
 from autotax.torch import scaled, symm_mem
 from autotax.torch.normed import RmsNorm, matmul_all_reduce_norm
 from autotax.torch.plans import NotTaken
@@ -40,6 +41,8 @@ class Row(NamedTuple):
     collective: str = scaled.ALL_REDUCE
     keeps_bits: bool = False
     """Whether a winner keeps the bits of a token whatever the number of tokens."""
+    scale_ub: float | None = None
+    """The greatest magnitude that a scale of quantised rows follows."""
 
 
 class Stored(NamedTuple):
@@ -59,7 +62,7 @@ def run(row: Row, layer: Any, x: Tensor, batch_invariant: bool = False) -> Tenso
     if not row.quantize:
         return cast(Tensor, torch.ops.autotax.fused_matmul_all_reduce(x, layer.weight.t(), row.group, batch_invariant))
     scale = layer.input_scale if row.quantize == "static" else None
-    how = getattr(layer, row.scales), row.quantize, row.collective, row.group
+    how = getattr(layer, row.scales), row.quantize, row.collective, row.group, row.scale_ub
     return cast(Tensor, torch.ops.autotax.fused_quantised_matmul(x, layer.weight, scale, *how))
 
 
@@ -69,6 +72,8 @@ def normed(row: Row, layer: Any, x: Tensor, residual: Tensor, norm: RmsNorm, gro
 
     `group` is the engine's coordinator. Collective at the first call of a kind, and never during a graph capture.
     """
+    if row.scale_ub is not None:  # kernels of all this take no bound
+        return None
     scale = layer.input_scale if row.quantize == "static" else None
     of_b = getattr(layer, row.scales) if row.quantize else None
     return in_one_kernel(x, layer.weight, scale, of_b, row.quantize, residual, norm, group)
@@ -142,6 +147,7 @@ def scaled_row(
     """
     try:
         n, scales, alike = _checked(layer, stored, result, k)
+        scale_ub = _bound(layer, stored)
     except NotTaken as reason:
         left(name, str(reason))
         return None
@@ -171,7 +177,7 @@ def scaled_row(
         return scaled.with_collective(x, cast(Callable[[Tensor], Tensor], product), collective, group.device_group)
 
     scaled.run_by(layer.weight, scaled.Layer(call, product))
-    return Row(str(group.device_group.group_name), stored.quantize, attribute, collective)
+    return Row(str(group.device_group.group_name), stored.quantize, attribute, collective, scale_ub=scale_ub)
 
 
 def left(name: str, reason: str) -> None:
@@ -188,6 +194,17 @@ def _agreed(ranges: list[tuple[int, int]], name: str, world: World) -> bool:
     return bool(ranges)
 
 
+def _bound(layer: Any, stored: Stored) -> float | None:
+    """The layer's upper bound of scales, if any: its tensor is read once. Raises NotTaken."""
+    scale_ub = getattr(layer, "input_scale_ub", None)
+    if scale_ub is None:
+        return None
+    try:
+        return greatest_magnitude(float(scale_ub), stored.quantize)
+    except (UsageError, RuntimeError) as error:  # torch raises RuntimeError for several elements
+        raise NotTaken(str(error)) from None
+
+
 def _checked(layer: Any, stored: Stored, result: torch.dtype, k: int) -> tuple[int, Tensor, bool]:
     """The columns of the result, the scales, and whether these values serve. Raises NotTaken, on all ranks alike."""
     weight, scales = layer.weight, getattr(layer, stored.scales, None)
@@ -201,8 +218,6 @@ def _checked(layer: Any, stored: Stored, result: torch.dtype, k: int) -> tuple[i
     counts = {"tensor": (1, n), "row": (1, n), "block": (scales_shape("block", n, k, weight=True),)}[layout]
     if (tuple(scales.shape) if layout == "block" else scales.numel()) not in counts:
         raise NotTaken(f"its scales are {list(scales.shape)} for a weight [{n}, {k}] and inputs quantised by {stored.quantize}")
-    if getattr(layer, "input_scale_ub", None) is not None:
-        raise NotTaken("its inputs have an upper bound of scales")
     if stored.quantize == "static":
         scale = getattr(layer, "input_scale", None)
         if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype is not torch.float32:

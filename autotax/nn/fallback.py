@@ -75,14 +75,16 @@ class PlainScaled:
 
     - `kind`: all_gather, reduce_scatter or all_reduce. `layout`: of the scales. `quantize`: see ScaledLinear.
     - `x`: like a call's, of any number of rows. `static`: the scale of quantize `static`. `fast`: accumulation with fewer bits.
+    - `most`: the greatest magnitude that a scale of quantize `row` follows.
 
     Torch's operators allocate memory at each call.
     """
 
     def __init__(
         self, world: World | None, kind: str, layout: str, quantize: str | None, x: Tensor, static: Tensor | None,
-        *, fast: bool = False,
+        *, fast: bool = False, most: float = math.inf,
     ) -> None:  # fmt: skip
+        self.most = most
         self.world, self.kind, self.layout, self.quantize, self.fast = world, kind, layout, quantize, fast
         self.nowhere: Tensor | None = None
         if x.is_cuda and quantize is not None:
@@ -95,11 +97,11 @@ class PlainScaled:
         """x [rows, k] in e4m3, and its scales. `static` is the scale of quantize `static`."""
         how = self.quantize or ""
         if self.nowhere is None:
-            scales = scaled.scales_of(x, how) if static is None else static
+            scales = scaled.scales_of(x, how, self.most) if static is None else static
             return scaled.quantised(x, scales, how), scales
         from autotax.kernels.quantising import quantised_by_kernel  # brings Triton
 
-        return quantised_by_kernel(x, static, scaled.SCALES_OF[how], self.nowhere, self.hardware)
+        return quantised_by_kernel(x, static, scaled.SCALES_OF[how], self.nowhere, self.hardware, self.most)
 
     def __call__(self, x: Tensor, weight: Tensor, *rest: Tensor) -> None:
         """The tensors of a call: x, the weight, the scales of x unless the call makes them, those of the weight, the result."""

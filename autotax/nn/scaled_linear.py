@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,13 +48,26 @@ from autotax.operators import registry
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.all_reduce_norm import AllReduceNorm as NormProblem
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
-from autotax.operators.scaled import ACCUMULATE, FEW_ROWS, GROUP, SCALES_OF, laid_out, scales_shape
+from autotax.operators.scaled import (
+    ACCUMULATE,
+    FEW_ROWS,
+    GROUP,
+    SCALES_OF,
+    greatest_magnitude,
+    laid_out,
+    limit_scales,
+    scales_shape,
+)
 
 CODES = torch.float8_e4m3fn
 RESULTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 NO_GRADIENT = (
     "x requires a gradient, and the weight is e4m3: make the layer with backward_weight, the weight in bf16, "
     "or call it under torch.no_grad()"
+)
+NO_COMPILED_GRADIENT = (
+    "x requires a gradient, and a layer with a weight in e4m3 has no compiled backward: call prepare_backward() on all ranks, "
+    "and compile without fullgraph=True, so that the layer runs between graphs"
 )
 NO_GRADIENT_OF_CODES = (
     "the weight in e4m3 or its scales require a gradient, which they cannot have: call requires_grad_(False) on them, "
@@ -107,6 +122,7 @@ class ScaledLinear(ScaledNormed):
     - `quantize`: None for an x in e4m3. `row`, `block` or `static` for an x of the type of the result. `row` takes a weight with
       scales of the tensor or of rows, `static` one with a scale of the tensor.
     - `accumulate`: `exact`, or `fast` where tensor cores may add up all of K with fewer bits, as with torch's `use_fast_accum`.
+    - `scale_ub`: with quantize `row` no scale follows a magnitude above it, and greater values saturate: vLLM's upper bound.
     - `input_scale`: float32 [1], the scale of x with quantize `static`. `out_dtype`: bf16 or fp16.
     - `backward_weight`: the weight in bf16 [n, k], for the backward. Without it a gradient is refused.
     - `bias`: [n], of the type of the result. `norm`: an AllReduceNorm for `normed`, for a row-parallel layer.
@@ -139,6 +155,7 @@ class ScaledLinear(ScaledNormed):
         *,
         quantize: str | None = None,
         accumulate: str = "exact",
+        scale_ub: float | None = None,
         input_scale: Tensor | None = None,
         out_dtype: torch.dtype = torch.bfloat16,
         backward_weight: Tensor | None = None,
@@ -161,6 +178,7 @@ class ScaledLinear(ScaledNormed):
             raise UsageError(f"quantize is {quantize!r}; allowed are None, {', '.join(SCALES_OF)}: give one of these")
         if accumulate not in ACCUMULATE:
             raise UsageError(f"accumulate is {accumulate!r}; allowed are {', '.join(ACCUMULATE)}: give one of these")
+        greatest_magnitude(scale_ub, quantize)
         if out_dtype not in RESULTS:
             raise UsageError(f"out_dtype is {out_dtype}; allowed are {', '.join(map(str, RESULTS))}: give one of these")
         if (input_scale is None) == (quantize == "static"):
@@ -202,7 +220,7 @@ class ScaledLinear(ScaledNormed):
         self._hold(input_scale=input_scale, backward_weight=backward_weight)
         self._wide_class, self.columns = wide_class, columns
         self.kind, self.layout, self.quantize, self.out_dtype = kind, layout, quantize, out_dtype
-        self.accumulate = accumulate
+        self.accumulate, self.scale_ub = accumulate, scale_ub
         self._max_m, self._request = max_m, Request(conditions, config, sizes)
         if not weight.is_meta:
             self.prepare()
@@ -236,8 +254,8 @@ class ScaledLinear(ScaledNormed):
 
         prepared_for, deployed = self._agreed(problems, conditions)
         like = self.weight.new_empty(0, self.weight.shape[1], dtype=self.out_dtype)
-        fast = self.accumulate == "fast"
-        self._plain = PlainScaled(self._world, self.kind, self.layout, self.quantize, like, self.input_scale, fast=fast)
+        how: dict[str, Any] = {"fast": self.accumulate == "fast", "most": greatest_magnitude(self.scale_ub, self.quantize)}
+        self._plain = PlainScaled(self._world, self.kind, self.layout, self.quantize, like, self.input_scale, **how)
         n, k = self.weight.shape
         vars(self)["_sides"] = n, k
         self._look_up(prepared_for, deployed, config)
@@ -261,6 +279,8 @@ class ScaledLinear(ScaledNormed):
         return hardware.on_gpu
 
     def _store(self, operators: list[Any], notes: list[str]) -> None:  # noqa: ARG002
+        for kernel in operators:
+            limit_scales(kernel, self._plain.most)
         self._kernels, self._calls = {self._rows_of(kernel.problem): kernel for kernel in operators}, {}
 
     def _rows_of(self, problem: Any) -> int:
@@ -325,9 +345,14 @@ class ScaledLinear(ScaledNormed):
             if recorded(self.weight, self.scales, self.input_scale, scales):
                 raise UsageError(NO_GRADIENT_OF_CODES)
             if recorded(x, out, residual, self.bias, self.backward_weight):
-                if is_compiling():
+                if self.backward_weight is None or self.quantize is None:
                     raise UsageError(NO_GRADIENT)
-                return self._record(x, out, residual)
+                if is_compiling():
+                    raise UsageError(NO_COMPILED_GRADIENT)
+                # Dynamo, which is slow to import, would trace this frame between graphs.
+                record = _untraced_record() if "torch._dynamo" in sys.modules else ScaledLinear._record
+                result: Tensor = record(self, x, out, residual)
+                return result
         if is_compiling():
             y: Tensor = torch.ops.autotax.scaled_linear(
                 x, scales, self.weight, self.scales, self.handle, self.input_scale, self.bias, residual
@@ -439,8 +464,6 @@ class ScaledLinear(ScaledNormed):
     # The backward, with the weight in bf16.
 
     def _record(self, x: Tensor, out: Tensor | None, residual: Tensor | None) -> Tensor:
-        if self.backward_weight is None or self.quantize is None:
-            raise UsageError(NO_GRADIENT)
         if out is not None:
             raise UsageError(NO_OUT)
         require_recordable(x=x, bias=self.bias, residual=residual)
@@ -466,7 +489,14 @@ class ScaledLinear(ScaledNormed):
     def extra_repr(self) -> str:
         n, k = self.weight.shape
         how = f"scales={self.layout}, quantize={self.quantize}, accumulate={self.accumulate}"
+        how += "" if self.scale_ub is None else f", scale_ub={self.scale_ub}"
         return f"{self.kind}, in_features={k}, out_features={n}, {how}"
+
+
+@functools.cache
+def _untraced_record() -> Any:
+    """`ScaledLinear._record` where Dynamo would trace it: between the graphs of a compiled program."""
+    return torch.compiler.disable(ScaledLinear._record)
 
 
 class _Recorded(torch.autograd.Function):
@@ -506,7 +536,7 @@ def made_for(wide_class: Any, kind: str, arguments: tuple[Any, ...], options: di
             )
         return None
     if not coded:
-        if options_of_8_bits := [name for name in ("scales", "quantize", "accumulate") if name in options]:
+        if options_of_8_bits := [name for name in ("scales", "quantize", "accumulate", "scale_ub") if name in options]:
             kind_of = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
             raise UsageError(f"{options_of_8_bits[0]} is given for a weight of {kind_of}; only {CODES} takes it: leave it out")
         return None

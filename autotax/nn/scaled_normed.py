@@ -34,6 +34,7 @@ class ScaledNormed(Module):
     kind: str
     layout: str
     quantize: str | None
+    scale_ub: float | None
     out_dtype: torch.dtype
     _plain: Any
     _sides: tuple[int, int]
@@ -104,6 +105,8 @@ class ScaledNormed(Module):
         """The tuned configs of kernels of the product, the sum and the norm. Collective."""
         n, k = self.weight.shape
         if self.kind != "all_reduce" or self.bias is not None or not self._norm or not self._norm[0].fits(n, self.out_dtype):
+            return []
+        if self.scale_ub is not None:  # `scaled_fused` may quantise without a bound
             return []
         prepared_for: list[Any] = [choice.problem for choice in self.choices]
         sizes = [problem.m for problem in prepared_for if problem.m <= MOST]

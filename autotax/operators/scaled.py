@@ -10,6 +10,7 @@ A is [m, k], B [n, k]. Scales are float32, and an element stands for its value t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -280,13 +281,34 @@ def library_product(
     torch._scaled_mm(a, b.t(), scales_a, scales_b, out_dtype=out.dtype, use_fast_accum=fast, out=out)
 
 
-def scales_of(values: Tensor, quantize: str) -> Tensor:
-    """The scales of A [rows, k] with quantize `row` or `block`, in the layout of kernels; see `kernels.scaled_product`."""
+def greatest_magnitude(scale_ub: float | None, quantize: str | None) -> float:
+    """The greatest magnitude that a row's scale follows, for a caller's `scale_ub`; None is infinity. Raises UsageError."""
+    if scale_ub is None:
+        return math.inf
+    if quantize != "row":
+        raise UsageError(f"scale_ub is given with quantize {quantize!r}; only 'row' makes scales of rows: leave it out")
+    if isinstance(scale_ub, bool) or not isinstance(scale_ub, int | float) or not scale_ub > 0:
+        raise UsageError(f"scale_ub is {scale_ub!r}; it must be a number above 0: give the greatest magnitude of a row")
+    return float(scale_ub)
+
+
+def limit_scales(kernel: Any, most: float) -> None:
+    """Makes a kernel that quantises rows follow no magnitude above `most` in its next calls. Raises UsageError."""
+    if quantiser := getattr(kernel, "quantised", None):
+        quantiser.most = most
+    elif most < math.inf:
+        raise UsageError(f"scale_ub is {most}; variant {kernel.config.variant} takes none: leave it out, or give another config")
+
+
+def scales_of(values: Tensor, quantize: str, most: float = math.inf) -> Tensor:
+    """The scales of A [rows, k] with quantize `row` or `block`, in the layout of kernels; see `kernels.scaled_product`. No scale
+    of a row follows a magnitude above `most`.
+    """
     import torch
 
     held = values.float()
     if quantize == "row":
-        largest = held.abs().amax(-1, keepdim=True)
+        largest = held.abs().amax(-1, keepdim=True).clamp_max(most)
     else:
         largest = held.abs().view(len(held), -1, GROUP).amax(-1).clamp_min(LEAST_BLOCK)
     # On GPUs torch divides by a number as if it multiplied by the inverse, which is off by a bit. Some rows have many values

@@ -42,7 +42,8 @@ _library: torch.library.Library | None = None
 def _declare() -> torch.library.Library:
     """Declares torch.ops.autotax.fused_*: the same operators under names that `install` does not change."""
     library = torch.library.Library("autotax", "FRAGMENT")
-    quantised = "Tensor A, Tensor B, Tensor? A_scale, Tensor B_scale, str quantize, str collective, str group_name"
+    quantised = "Tensor A, Tensor B, Tensor? A_scale, Tensor B_scale, str quantize, str collective, str group_name, "
+    quantised += "float? scale_ub=None"
     own: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         name: (SCHEMAS[name], OPERATORS[name], getattr(torch_symm_mem, METAS[name])) for name in SCHEMAS
     }

@@ -28,8 +28,10 @@ from autotax.operators.scaled import (
     ACCUMULATE,
     SCALES_OF,
     accumulate_of,
+    greatest_magnitude,
     laid_out,
     library_product,
+    limit_scales,
     quantised,
     scales_of,
     scales_shape,
@@ -211,8 +213,9 @@ class QuantisedCall(Call):
         if kernel.config.variant == registry.of(self.problem).baseline:
             raise NotTaken("a product and a collective one after another are the fastest")
 
-    def run(self, kernel: Any, a: Tensor, b: Tensor, scale_a: Tensor | None, scales_b: Tensor) -> Tensor:
+    def run(self, kernel: Any, a: Tensor, b: Tensor, scale_a: Tensor | None, scales_b: Tensor, most: float) -> Tensor:
         problem = self.problem
+        limit_scales(kernel, most)
         rows = problem.m if isinstance(problem, AllGatherGemm) else problem.out_rows
         x, out = ready(a.reshape(-1, problem.k)), a.new_empty(rows, problem.n)
         of_a = () if scale_a is None else (scale_a.view(1),)
@@ -262,8 +265,9 @@ def scaled_matmul_reduce_scatter(
 
 
 def quantised_matmul(
-    A: Tensor, B: Tensor, A_scale: Tensor | None, B_scale: Tensor, quantize: str, collective: str, group_name: str
-) -> Tensor:
+    A: Tensor, B: Tensor, A_scale: Tensor | None, B_scale: Tensor, quantize: str, collective: str, group_name: str,
+    scale_ub: float | None = None,
+) -> Tensor:  # fmt: skip
     """quantised A @ B: of the rows of all ranks, or summed over the ranks.
 
     A call without a kernel is the one set by `run_by`, or a quantiser, a product and a collective of torch.
@@ -276,18 +280,23 @@ def quantised_matmul(
         quantize: row, block or static.
         collective: all_gather, reduce_scatter or all_reduce.
         group_name: of the process group.
+        scale_ub: With `quantize="row"` the greatest magnitude that a scale follows.
+
+    Raises:
+        UsageError: `scale_ub` is not above 0, or is given for another quantize.
     """
+    most = greatest_magnitude(scale_ub, quantize)
     b = by_rows(B, A.shape[-1])
     key = (QUANTISED, A.shape, A.dtype, b.shape, quantize, collective)
     plan = plan_of(key, group_name, A.device, lambda ranks: QuantisedCall.of(A, b, quantize, collective, ranks))
     if plan.counted():
-        return cast(Tensor, plan.run(A.device, A, b, A_scale, B_scale))
+        return cast(Tensor, plan.run(A.device, A, b, A_scale, B_scale, most))
     if (by := _runs.get(B.data_ptr())) and (result := by.call(A)) is not None:
         return result
 
     def product(x: Tensor) -> Tensor:
         flat, layout = x.reshape(-1, b.shape[1]), SCALES_OF[quantize]
-        scales, out = scales_of(flat, quantize) if A_scale is None else A_scale.view(1), x.new_empty(*x.shape[:-1], len(b))
+        scales, out = scales_of(flat, quantize, most) if A_scale is None else A_scale.view(1), x.new_empty(*x.shape[:-1], len(b))
         codes = quantised(flat, scales, quantize)
         library_product(codes, scales, b, of_weight(B_scale, layout, b), layout, out.view(-1, len(b)))
         return out
@@ -296,7 +305,7 @@ def quantised_matmul(
 
 
 def meta_of_quantised_matmul(A: Tensor, B: Tensor, *more: Any) -> Tensor:
-    *_, collective, group_name = more
+    collective, group_name = more[3:5]
     ranks, first = dist.distributed_c10d._resolve_process_group(group_name).size(), A.shape[0]
     rows = {ALL_GATHER: first * ranks, REDUCE_SCATTER: first // ranks, ALL_REDUCE: first}[collective]
     return A.new_empty(rows, *A.shape[1:-1], B.numel() // A.shape[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import os
 import sys
@@ -93,7 +94,8 @@ Kept = tuple[Status, list[int], list[str]]
 
 def error_of(output: Tensor, layer: Any, x: Tensor, quantize: str) -> float:
     """The relative error of a result against the sum of dequantised products in float32."""
-    scales = layer.input_scale.view(1) if quantize == "static" else scaled.scales_of(x, quantize)
+    most = float(getattr(layer, "input_scale_ub", math.inf))
+    scales = layer.input_scale.view(1) if quantize == "static" else scaled.scales_of(x, quantize, most)
     codes = scaled.quantised(x, scales, quantize)
     total = scaled.dequantised(codes, scales, scaled.SCALES_OF[quantize], weight=False) @ stand_ins.numbers_of(layer).t()
     dist.all_reduce(total)
@@ -132,17 +134,18 @@ def vllm_fp8(world: World, db: str, compiled: bool) -> Kept:
     with asking(db), stand_ins.vllm(), logged() as lines:
         vllm_plugin.register()
         own: list[int] = []
-        for quantize, of_weight in FP8:
+        for quantize, of_weight, scale_ub in (*((*kind, None) for kind in FP8), ("row", "channel", 1.5)):
             method = stand_ins.Fp8LinearMethod(quantize, of_weight)
+            method.kernel.scale_ub = scale_ub
             layer = stand_ins.RowParallelLinear(K8, N8, bias=False, quant_config=method, return_bias=False, prefix=of_weight)
             layer.quant_method.process_weights_after_loading(layer)
             own += calls_of(world, layer, quantize, torch.compile(layer, fullgraph=True, dynamic=True) if compiled else layer)
-        for odd, options in ((stand_ins.Fp8LinearMethod("block", "block", ue8m0=True), {}), (None, {"input_scale_ub": 1.0})):
-            method = odd or stand_ins.Fp8LinearMethod("row", "channel")
+        for ue8m0, options in ((True, {}), (False, {"input_scale_ub": torch.ones(())})):
+            method = stand_ins.Fp8LinearMethod("block", "block", ue8m0=ue8m0)
             layer = stand_ins.RowParallelLinear(K8, N8, bias=False, quant_config=method, return_bias=False, prefix="odd")
             vars(layer).update(options)
             layer.quant_method.process_weights_after_loading(layer)
-            own += calls_of(world, layer, method.kernel.quantize, layer)
+            own += calls_of(world, layer, "block", layer)
         return autotax.torch.status(), own, lines
 
 
@@ -453,14 +456,16 @@ def layer_of(quantize: str, *sizes: int) -> Any:
 
 
 def vllm_compiled_norms(
-    world: World, db: str | list[str], us: list[float], quantize: str = "", kind: type[Any] = Blocks
+    world: World, db: str | list[str], us: list[float], quantize: str = "", kind: type[Any] = Blocks,
+    scale_ub: float | None = None,
 ) -> tuple[int, list[int], int]:
     """Norms behind compiled row-parallel layers of vLLM, whose ways take `us` microseconds: how many pairs of nodes became one,
-    the calls that were one kernel after each call of the graph, and the ways that were measured.
+    the calls that were one kernel after each call of the graph, and the ways that were measured. `scale_ub`: of FP8 layers.
     """
     measured, db = mock.Mock(side_effect=us), db if isinstance(db, str) else db[world.rank]
     torch._dynamo.reset()  # a process compiles one function only so many times
-    with asking(db), stand_ins.vllm(), mock.patch.object(norms, "least_microseconds", measured):
+    bounded = mock.patch.object(stand_ins.Quantising, "scale_ub", scale_ub)
+    with asking(db), stand_ins.vllm(), mock.patch.object(norms, "least_microseconds", measured), bounded:
         vllm_plugin.register()
         blocks, fused, manager = kind(quantize), [], stand_ins.PostGradPassManager()
         manager.configure(stand_ins.VllmConfig())

@@ -94,8 +94,11 @@ class Quantized(UnquantizedLinearMethod):
 class Quantising:
     """Both frameworks' FP8 weights: created as checkpoints have them, stored as products take them, multiplied by torch.
 
-    `products` counts those that the framework computed itself.
+    `products` counts those that the framework computed itself. `scale_ub`: the upper bound of scales of rows, as FBGEMM's
+    checkpoints state it.
     """
+
+    scale_ub: float | None = None
 
     def __init__(self, quantize: str, of_weight: str) -> None:
         self.quantize, self.of_weight = quantize, of_weight
@@ -108,6 +111,8 @@ class Quantising:
         name = "weight_scale_inv" if self.of_weight == "block" else "weight_scale"
         setattr(layer, name, nn.Parameter((torch.rand(shape, generator=seed) + 0.5) / 64, False))
         layer.input_scale = nn.Parameter(torch.full((1,), 1 / 64), False) if self.quantize == "static" else None
+        if self.scale_ub is not None:
+            layer.input_scale_ub = nn.Parameter(torch.tensor(self.scale_ub), False)
 
     def store(self, layer: nn.Module) -> None:
         """Only weights with scales of blocks stay as they were."""
@@ -118,7 +123,8 @@ class Quantising:
 
     def multiply(self, layer: Any, x: Tensor) -> Tensor:
         self.products += 1
-        scales = layer.input_scale.view(1) if self.quantize == "static" else scaled.scales_of(x, self.quantize)
+        most = scaled.greatest_magnitude(self.scale_ub, self.quantize)
+        scales = layer.input_scale.view(1) if self.quantize == "static" else scaled.scales_of(x, self.quantize, most)
         a = scaled.dequantised(scaled.quantised(x, scales, self.quantize), scales, scaled.SCALES_OF[self.quantize], weight=False)
         return (a @ numbers_of(layer).t()).to(x.dtype)
 

@@ -79,10 +79,10 @@ FEW = [0, 0, 1]
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.volume)], ids=["eager", "compiled"])
 def test_fp8_layers_of_vllm_are_ours_for_numbers_of_tokens_with_a_winner(ranks: Ranks, tmp_path: Path, compiled: bool) -> None:  # noqa: F811
     for status, own, lines in ranks.run(checks.vllm_fp8, fp8_winners(tmp_path / "a.db"), compiled, timeout=120):
-        assert own == [*FEW * 4, *[1] * 6]
-        assert (status.taken, status.left) == (8, 4), str(status)
+        assert own == [*FEW * 5, *[1] * 6]
+        assert (status.taken, status.left) == (10, 5), str(status)
         assert "autotax leaves odd as it is: scales of its blocks are powers of two" in lines
-        assert "autotax leaves odd as it is: its inputs have an upper bound of scales" in lines
+        assert any("autotax leaves odd as it is: scale_ub is given with quantize 'block'" in line for line in lines)
         assert "autotax serves channel for 13 to 16 tokens" in lines
 
 
@@ -109,7 +109,7 @@ def test_fp8_layers_of_sglangs_sequence_parallel_region_are_ours_where_they_have
 
 def test_fp8_layers_without_winners_are_the_frameworks(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
     for status, own, lines in ranks.run(checks.vllm_fp8, database(tmp_path / "none.db", {}), False, timeout=120):
-        assert own == [1] * 18 and (status.taken, status.left) == (0, 0)
+        assert own == [1] * 21 and (status.taken, status.left) == (0, 0)
         assert "autotax leaves block as it is: no winner is faster for any number of tokens" in lines
 
 
@@ -212,6 +212,13 @@ def test_a_compiled_layer_and_the_norm_behind_it_are_one_operator(
     # there is one, then at each call of its tokens if it is the fastest. For 50 tokens there is none: nothing is measured.
     calls = [2, 3, 3, 4] if us[2] == 1.0 else [1, 1, 1, 1]
     assert ranks.run(checks.vllm_compiled_norms, db, us, "row" if codes else "", timeout=240) == [(1, calls, 3)] * 2
+
+
+@pytest.mark.volume
+def test_a_compiled_layer_with_an_upper_bound_of_scales_leaves_its_norm_alone(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    db = normed_products(tmp_path / "a.db", "row", "none")
+    counts = ranks.run(checks.vllm_compiled_norms, db, [1.0, 2.0, 3.0], "row", checks.Blocks, 1.5, timeout=240)
+    assert counts == [(0, [0] * 4, 0)] * 2
 
 
 @pytest.mark.sampled

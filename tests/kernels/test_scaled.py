@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
@@ -24,7 +26,7 @@ from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.kernels.quantising import quantised_by_kernel
 from autotax.operators import registry, scaled
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
-from autotax.operators.scaled import SCALES_OF, laid_out, quantised, scales_of
+from autotax.operators.scaled import SCALES_OF, laid_out, limit_scales, quantised, scales_of
 from autotax.operators.verification import TOLERANCE, make_inputs
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
@@ -91,8 +93,17 @@ def test_one_kernel_takes_calls_with_fewer_rows(ranks: Ranks, problem: Any) -> N
         assert max(map(max, errors)) <= TOLERANCE[problem.out_dtype], name
 
 
-def bits_of_both(world: World, problem: Any, config: Config) -> list[str]:
-    """Digests of a call that quantises, and of the same call for an A that torch has quantised."""
+def by_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
+    """vLLM's quantisation of rows by torch's operators: codes, and scales that follow no magnitude above `most`."""
+    scales = (x.abs().amax(-1, keepdim=True).float().clamp(max=most) / 448).clamp(min=1 / (448 * 512))
+    return (x.float() * scales.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn), scales
+
+
+def bits_of_both(world: World, problem: Any, config: Config, bounded: bool = False) -> list[str]:
+    """Digests of a call that quantises, and of the same call for an A that torch has quantised.
+
+    With `bounded` scales of rows have an upper bound, which half of the rows exceed.
+    """
     context, kernel = conformance.ready(world, problem, config)
     codes_problem = replace(problem, quantize="none")
     _, codes_kernel = conformance.ready(world, codes_problem, config)
@@ -100,8 +111,13 @@ def bits_of_both(world: World, problem: Any, config: Config) -> list[str]:
     for seed in (0, 1):
         call = make_inputs(problem, seed, world.rank, world.device)
         a, b, *of_a, of_b = call.tensors
-        scales = of_a[0] if of_a else scales_of(a, problem.quantize)
-        codes = quantised(a, scales, problem.quantize)
+        if problem.quantize == "row":
+            most = float(a.abs().amax(-1).nanmedian()) if bounded else math.inf
+            limit_scales(kernel, most)
+            codes, scales = by_rows(a, most)
+        else:
+            scales = of_a[0] if of_a else scales_of(a, problem.quantize)
+            codes = quantised(a, scales, problem.quantize)
         kernel(*call.tensors, call.out)
         other = torch.empty_like(call.out)
         codes_kernel(codes, b, laid_out(scales, problem.scales, weight=False), of_b, other)
@@ -128,22 +144,40 @@ def test_quantising_on_the_way_gives_the_bits_of_a_quantiser_before(ranks: Ranks
         assert (first, third) == (second, fourth)
 
 
-def differences_of_quantisers(_: World, quantize: str, rows: int) -> list[int]:
+@pytest.mark.parametrize(("problem", "variant"), [case for case in QUANTISING if case[0].quantize == "row"], ids=str)
+def test_values_above_an_upper_bound_saturate(ranks: Ranks, problem: Any, variant: str) -> None:
+    config = space_for(problem, detect("cpu")).variants[variant].some(1, Random(7))[0]
+    for first, second, third, fourth in ranks.run(bits_of_both, problem, config, True, timeout=120):
+        assert (first, third) == (second, fourth)
+
+
+def test_a_kernel_without_a_quantiser_of_rows_takes_no_upper_bound() -> None:
+    kernel = SimpleNamespace(config=Config.of("theirs"))
+    limit_scales(kernel, math.inf)
+    with pytest.raises(UsageError, match="variant theirs takes none"):
+        limit_scales(kernel, 1.5)
+
+
+def differences_of_quantisers(_: World, quantize: str, rows: int, most: float) -> list[int]:
     """Codes and scales of a kernel on its own that differ from torch's."""
     x = torch.randn(rows, 384, generator=torch.Generator().manual_seed(rows)).bfloat16()
     x[0, :7], x[-1] = 0.0, 3.0e4
     static = torch.full((1,), 1 / 64) if quantize == "static" else None
     scales = scales_of(x, quantize) if static is None else static
-    codes, factors = quantised_by_kernel(x, static, SCALES_OF[quantize], torch.zeros(2, dtype=torch.int64), detect("cpu"))
-    wrong = codes.view(torch.uint8) != quantised(x, scales, quantize).view(torch.uint8)
+    right = quantised(x, scales, quantize)
+    if quantize == "row":
+        right, scales = by_rows(x, most)
+    nowhere = torch.zeros(2, dtype=torch.int64)
+    codes, factors = quantised_by_kernel(x, static, SCALES_OF[quantize], nowhere, detect("cpu"), most)
+    wrong = codes.view(torch.uint8) != right.view(torch.uint8)
     return [int(wrong.sum()), int((factors.reshape(scales.shape) != scales).sum())]
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("rows", [1, 5, 300])
-@pytest.mark.parametrize("quantize", list(SCALES_OF))
-def test_a_kernel_that_quantises_on_its_own_gives_torchs_bits(ranks: Ranks, quantize: str, rows: int) -> None:
-    assert ranks.run(differences_of_quantisers, quantize, rows, timeout=120) == [[0, 0]] * WORLD
+@pytest.mark.parametrize(("quantize", "most"), [*((quantize, math.inf) for quantize in SCALES_OF), ("row", 2.75)])
+def test_a_kernel_that_quantises_on_its_own_gives_torchs_bits(ranks: Ranks, quantize: str, most: float, rows: int) -> None:
+    assert ranks.run(differences_of_quantisers, quantize, rows, most, timeout=120) == [[0, 0]] * WORLD
 
 
 def errors_when_turned(world: World, problem: Any, config: Config) -> list[float]:

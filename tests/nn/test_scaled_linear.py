@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autotax.core.config import Config
@@ -46,13 +49,13 @@ def x_of(rank: int, rows: int) -> Tensor:
     return torch.randn(rows, K, generator=torch.Generator().manual_seed(100 + rank)).bfloat16()
 
 
-def right(kind: str, layout: str, quantize: str, rank: int, rows: int) -> Tensor:
-    """The result of a rank in float32, from the inputs of all ranks."""
+def right(kind: str, layout: str, quantize: str, rank: int, rows: int, most: float = math.inf) -> Tensor:
+    """The result of a rank in float32, from the inputs of all ranks; `most` bounds scales of rows."""
     scale = torch.full((1,), 1 / 64)
     parts, products = [], []
     for peer in range(WORLD):
         x = x_of(peer, rows)
-        scales = scale if quantize == "static" else scales_of(x, quantize)
+        scales = scale if quantize == "static" else scales_of(x, quantize, most)
         numbers = dequantised(quantised(x, scales, quantize), scales, layout, weight=False)
         parts.append(numbers)
         weight, of_weight = weight_of(layout, rank if kind == "all_gather" else peer)
@@ -116,6 +119,33 @@ def test_results(ranks: Ranks, kind: str, layout: str, quantize: str, tuned: boo
     assert max(map(max, errors)) < TOLERANCE
 
 
+def bits_with_a_bound(world: World, kind: str, config: Config | None) -> list[bool]:
+    """Whether results with an upper bound of scales are those of rows quantised by torch, also for few rows and of a copy."""
+    weight, scales = weight_of("row", world.rank)
+    given: dict[str, Any] = {"scales": scales, "config": config}
+    layer = LAYERS[kind](weight, None, M * WORLD, quantize="row", scale_ub=2.75, **given)
+    codes = LAYERS[kind](weight, None, M * WORLD, **given)
+    alike = []
+    for call, rows in ((layer, M), (layer, 2), (copy.deepcopy(layer), M)):
+        x = x_of(world.rank, rows)
+        assert (x.abs().amax(-1) > 2.75).any()
+        of_x = (x.abs().amax(-1, keepdim=True).float().clamp(max=2.75) / 448).clamp(min=1 / (448 * 512))
+        of_torch = (x.float() * of_x.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn)
+        alike.append(torch.equal(call(x), codes(of_torch, of_x)))
+    world.barrier()
+    layer.close()
+    codes.close()
+    return alike
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("tuned", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_an_upper_bound_of_scales(ranks: Ranks, kind: str, tuned: bool) -> None:
+    for alike in ranks.run(bits_with_a_bound, kind, CONFIGS[kind] if tuned else None, timeout=120):
+        assert alike == [True] * 3
+
+
 def errors_of_normed(world: World, kind: str, quant: str) -> list[float]:
     """Relative errors of y and of the new residual of `normed`, as it is and compiled, for x in 16 bits and in e4m3."""
     weight, scales = weight_of("row", world.rank)
@@ -148,12 +178,15 @@ def test_rows_come_back_normed(ranks: Ranks, kind: str, quant: str) -> None:
     assert max(map(max, errors)) < TOLERANCE
 
 
-def normed_in_one(world: World, path: str, layout: str, quantize: str | None, us: list[float]) -> tuple[int, list[float]]:
+def normed_in_one(
+    world: World, path: str, layout: str, quantize: str | None, us: list[float], most: float
+) -> tuple[int, list[float]]:
     """How many calls of `normed` ran one kernel, and the errors of all. `us`: without and with that kernel, as if measured."""
     weight, scales = weight_of(layout, world.rank)
     norm = AllReduceNorm(N, M, dtype=torch.bfloat16, device="cpu", quant="row", db=path)
     static = {"input_scale": torch.full((1,), 1 / 64)} if quantize == "static" else {}
     given: dict[str, Any] = {"scales": scales, "quantize": quantize, "norm": norm, "db": path, "sizes": [M], **static}
+    given |= {"scale_ub": most} if most < math.inf else {}
     with mock.patch.object(scaled_normed, "least_microseconds", side_effect=us):
         layer = LinearAllReduce(weight, None, M, **given)
     compiled = torch.compile(layer.normed, backend="aot_eager", fullgraph=True)
@@ -166,7 +199,7 @@ def normed_in_one(world: World, path: str, layout: str, quantize: str | None, us
 
     with torch.no_grad(), mock.patch.object(ScaledFused, "run", counted):
         for rows, call in ((M, layer.normed), (2, layer.normed), (M, compiled)):
-            x, total = x_of(world.rank, rows), right("all_reduce", layout, quantize or layout, world.rank, rows) + 1
+            x, total = x_of(world.rank, rows), right("all_reduce", layout, quantize or layout, world.rank, rows, most) + 1
             of_x = None if quantize else scales_of(x, layout)
             x = x if of_x is None else quantised(x, of_x, layout)
             y, new_residual, of_y = call(x, norm_weight, torch.ones(rows, N).bfloat16(), scales=of_x)
@@ -183,21 +216,22 @@ def normed_in_one(world: World, path: str, layout: str, quantize: str | None, us
 
 
 @pytest.mark.parametrize(
-    ("layout", "quantize", "us"),
+    ("layout", "quantize", "us", "most"),
     [
-        ("row", "row", [2.0, 1.0]),
-        ("row", "row", [1.0, 2.0]),
-        ("block", None, [2.0, 1.0]),
-        *volume(("tensor", "static", [2.0, 1.0])),
+        ("row", "row", [2.0, 1.0], math.inf),
+        ("row", "row", [1.0, 2.0], math.inf),
+        ("row", "row", [], 1.0),
+        ("block", None, [2.0, 1.0], math.inf),
+        *volume(("tensor", "static", [2.0, 1.0], math.inf)),
     ],
 )
 def test_a_tuned_kernel_of_product_sum_and_norm_runs_where_it_was_faster(
-    ranks: Ranks, tmp_path: Path, layout: str, quantize: str | None, us: list[float]
+    ranks: Ranks, tmp_path: Path, layout: str, quantize: str | None, us: list[float], most: float
 ) -> None:
     problem = Normed(M, N, "bf16", WORLD, quant="row", k=K, scales=layout, quantize=quantize or "none")
     path = database(tmp_path / "winners.db", {problem: usual(problem, "scaled_fused")})
-    for ran, errors in ranks.run(normed_in_one, path, layout, quantize, us, timeout=120):
-        assert ran == (3 if us[1] < us[0] else 0)
+    for ran, errors in ranks.run(normed_in_one, path, layout, quantize, us, most, timeout=120):
+        assert ran == (3 if us and us[1] < us[0] else 0)
         assert max(errors) < TOLERANCE
 
 
@@ -230,11 +264,45 @@ def test_few_rows_without_a_winner_run_the_bulk_synchronous_kernel(ranks: Ranks,
         assert error < TOLERANCE
 
 
-def several(world: World, layout: str) -> bool:
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_neither_layout_of_a_weight_is_copied(kind: str, turned: bool) -> None:
+    weight, scales = weight_of("row", 0)
+    layer = LAYERS[kind](weight.t() if turned else weight, None, M, scales=scales, quantize="row")
+    assert layer.weight.data_ptr() == weight.data_ptr() and layer.weight.shape == (N, K)
+
+
+def errors_of_chain(world: World, layout: str) -> float:
+    """The relative error of a gather of rows that a row-parallel layer has normed and quantised."""
+    norm = AllReduceNorm(K, M * WORLD, dtype=torch.bfloat16, quant=layout, device="cpu")
+    partial = torch.randn(K, K, generator=torch.Generator().manual_seed(world.rank)).bfloat16() / 16
+    weight, scales = weight_of(layout, world.rank)
+    down = LinearReduceScatter(partial, None, M * WORLD, norm=norm)
+    up = AllGatherLinear(weight, None, M * WORLD, scales=scales)
+    of_y = torch.full((1,), 1 / 64) if layout == "tensor" else None
+    with torch.no_grad():
+        y, _, *made = down.normed(x_of(world.rank, M * WORLD), torch.ones(K).bfloat16(), torch.zeros(M, K).bfloat16(), of_y)
+        output = up(y, *(made or [of_y]))
+    own = dequantised(y, (made or [of_y])[0], layout, weight=False)
+    parts = [torch.empty_like(own) for _ in range(WORLD)]
+    dist.all_gather(parts, own)
+    good = torch.cat(parts) @ dequantised(weight, scales, layout, weight=True).t()
+    world.barrier()
+    for module in (down, up, norm):
+        module.close()
+    return float((output.float() - good).norm() / good.norm())
+
+
+@pytest.mark.parametrize("layout", ["row", "block", "tensor"])
+def test_a_layer_takes_the_rows_that_another_has_normed_and_quantised(ranks: Ranks, layout: str) -> None:
+    assert max(ranks.run(errors_of_chain, layout, timeout=120)) < TOLERANCE
+
+
+def several(world: World, layout: str, config: Config | None) -> bool:
     """Whether two weights in one layer give the bits of two layers."""
     pairs = [weight_of(layout, seed) for seed in (1, 2)]
     pairs = [(torch.cat([weight, weight[:32]]), scales) for weight, scales in pairs] if layout == "block" else pairs
-    given: dict[str, Any] = {"quantize": layout}
+    given: dict[str, Any] = {"quantize": "block" if layout == "block" else "row", "config": config}
     both = AllGatherLinear([weight for weight, _ in pairs], None, M * WORLD, scales=[scales for _, scales in pairs], **given)
     layers = [AllGatherLinear(weight, None, M * WORLD, scales=scales, **given) for weight, scales in pairs]
     x = x_of(world.rank, M)
@@ -245,9 +313,11 @@ def several(world: World, layout: str) -> bool:
     return alike
 
 
-@pytest.mark.parametrize("layout", ["row", "block"])
-def test_several_weights_share_one_gather(ranks: Ranks, layout: str) -> None:
-    assert ranks.run(several, layout, timeout=120) == [True] * WORLD
+@pytest.mark.parametrize(
+    ("layout", "config"), [("row", None), ("block", None), ("tensor", None), ("tensor", CONFIGS["all_gather"])]
+)
+def test_several_weights_share_one_gather(ranks: Ranks, layout: str, config: Config | None) -> None:
+    assert ranks.run(several, layout, config, timeout=120) == [True] * WORLD
 
 
 def refusals_of(world: World) -> list[str]:
@@ -272,6 +342,13 @@ def refusals_of(world: World) -> list[str]:
     refused(lambda: AllGatherLinear(weight, None, M, scales=scales, quantize="block"))
     refused(lambda: AllGatherLinear(weight, None, M, scales=scales, accumulate="quick"))
     refused(lambda: AllGatherLinear(weight.bfloat16(), None, M, accumulate="fast"))
+    refused(lambda: AllGatherLinear(weight.bfloat16(), None, M, scale_ub=1.0))
+    for scale_ub in (0, float("nan"), torch.ones(1)):
+        refused(lambda: AllGatherLinear(weight, None, M, scales=scales, quantize="row", scale_ub=scale_ub))  # noqa: B023
+    refused(lambda: AllGatherLinear(weight, None, M, scales=scales, scale_ub=1.0))
+    for layout, quantize in (("block", "block"), ("tensor", "static")):
+        given = {"scales": weight_of(layout, 0)[1], "quantize": quantize, "scale_ub": 1.0}
+        refused(lambda: LinearAllReduce(weight, None, M, input_scale=torch.ones(1), **given))  # noqa: B023
     refused(lambda: AllGatherLinear(weight.bfloat16(), None, M, scales=scales))
     refused(lambda: layer(x, scales))
     refused(lambda: codes(x.to(torch.float8_e4m3fn)))
@@ -287,7 +364,7 @@ def refusals_of(world: World) -> list[str]:
 
 def test_refusals_say_in_one_line_what_to_do(ranks: Ranks) -> None:
     for said in ranks.run(refusals_of, timeout=120):
-        assert len(said) == 13
+        assert len(said) == 20 and sum("scale_ub" in line for line in said) == 7
         assert all("\n" not in line and ":" in line and line != "accepted" for line in said), said
 
 
@@ -327,6 +404,37 @@ def gradients(world: World, kind: str) -> list[float]:
     layer.close()
     like.close()
     return [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
+
+
+def gradients_between_graphs(world: World, kind: str) -> list[str]:
+    """What is wrong with gradients of a compiled program whose first recorded call prepares the backward; then refusals."""
+    weight, scales = weight_of("row", world.rank)
+    wide = torch.nn.Parameter(dequantised(weight, scales, "row", weight=True).bfloat16())
+    layers = [LAYERS[kind](weight, None, M * WORLD, scales=scales, quantize="row", backward_weight=b) for b in (wide, None)]
+    x, kept, lines = x_of(world.rank, M).requires_grad_(), [], []
+
+    def program(x: Tensor, layer: Any) -> Tensor:
+        return torch.relu(layer(x * 2)).float().sum()
+
+    for run in (torch.compile(program, backend="aot_eager"), program):
+        kept.append(torch.autograd.grad(run(x, layers[0]), [x, wide]))
+    lines += [name for name, compiled, eager in zip(("x", "weight"), *kept, strict=True) if not torch.equal(compiled, eager)]
+    torch._dynamo.reset()  # else it takes the graphs that it has
+    for layer in layers:
+        with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
+            torch.compile(program, backend="aot_eager", fullgraph=True)(x, layer)
+        lines.append(str(refused.value))
+    world.barrier()
+    for layer in layers:
+        layer.close()
+    return lines
+
+
+@pytest.mark.parametrize("kind", ["all_gather", *volume("reduce_scatter", "all_reduce")])
+def test_a_backward_runs_between_compiled_graphs_and_not_in_one(ranks: Ranks, kind: str) -> None:
+    for whole, without in ranks.run(gradients_between_graphs, kind, timeout=120):
+        assert "call prepare_backward() on all ranks, and compile without fullgraph=True" in whole
+        assert "make the layer with backward_weight" in without
 
 
 @pytest.mark.parametrize("kind", LAYERS)

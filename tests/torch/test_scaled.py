@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from dataclasses import replace
@@ -10,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
 from torch import Tensor
 
 import autotax.torch
 from autotax.core.config import Config
+from autotax.core.errors import UsageError
 from autotax.heap.world import World
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
+from autotax.operators.scaled import quantised, scales_of
 from autotax.runner.ranks import Ranks
 from autotax.torch import plans, registration, scaled
 from autotax.torch.plans import Status
@@ -168,6 +172,32 @@ def test_a_layers_own_call_ends_with_its_weight(ranks: Ranks, tmp_path: Path) ->
     for served, plain, memory in ranks.run(weights_at_one_address, str(tmp_path / "none.db")):
         assert torch.equal(served, torch.full((4, N), 7.0).bfloat16())
         assert error(plain, WORLD * torch.ones(4, K) @ memory.t()) < LIMIT
+
+
+def bounded(world: World, db: str) -> list[float]:
+    """Errors of sums of 8 rows, which have a winner, and of 4, each with an upper bound of scales and then without."""
+    autotax.torch.install(db)
+    weight, of_weight, errors = codes(N, K, world.rank), scales(1, N, seed=world.rank), []
+    for rows in (8, 4):
+        x = torch.randn(rows, K, generator=torch.Generator().manual_seed(world.rank)).bfloat16()
+        for scale_ub in (1.5, None):
+            of_x = scales_of(x, "row", scale_ub or math.inf)
+            right = (quantised(x, of_x, "row").float() * of_x) @ (weight.float() * of_weight.t()).t()
+            dist.all_reduce(right)
+            more = () if scale_ub is None else (scale_ub,)
+            output = torch.ops.autotax.fused_quantised_matmul(x, weight, None, of_weight, "row", "all_reduce", group(), *more)
+            errors.append(error(output, right))
+    with pytest.raises(UsageError, match="scale_ub is given with quantize 'block'"):
+        torch.ops.autotax.fused_quantised_matmul(x, weight, None, of_weight, "block", "all_reduce", group(), 1.5)
+    assert [call.calls for call in autotax.torch.status().calls if call.taken] == [2]
+    ended()
+    return errors
+
+
+def test_calls_of_one_kernel_have_bounds_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
+    problem = GemmReduceScatter(8, N, K, "e4m3", "replicated", WORLD, scales="row", quantize="row", accumulate="fast")
+    for errors in ranks.run(bounded, database(tmp_path / "a.db", {problem: usual(problem, "scaled_words")})):
+        assert max(errors) < LIMIT
 
 
 def forked(world: World, db: str) -> int:
