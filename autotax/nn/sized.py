@@ -82,6 +82,11 @@ class SizedModule(Module):
         """Bulk-synchronous kernels, which serve every size."""
         return [kernel for kernel in self._made.get(getattr(self._most, self.SIZE), []) if kernel.config.variant == "bsp"]
 
+    def tuned_for(self, size: int) -> bool:
+        """Whether calls of this size run a tuned config that is not bulk-synchronous. All ranks have the same answer."""
+        bucket = next((choice for choice in self._choices if size <= getattr(choice.problem, self.SIZE)), None)
+        return bucket is not None and bucket.config is not None and bucket.config.variant != "bsp"
+
     def _fitting(self, size: int) -> Callable[..., Any]:
         """The call for a size: with the tuned config, else bulk-synchronous."""
         bucket = next(choice for choice in self._choices if size <= getattr(choice.problem, self.SIZE))
