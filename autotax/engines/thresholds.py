@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="SizedModule")
 Ranges = list[tuple[int, int]]
 IN_INVARIANT_MODE = "AUTOTAX_BATCH_INVARIANT"
-"""Without it an engine in batch-invariant mode runs its own functions: its bits may be compared with those of other runs."""
+"""Without it an engine in batch-invariant mode runs its own functions. It may promise the same bits on any number of ranks, or
+those of a trainer.
+"""
 MOST_TOKENS, MOST_MERGED, MOST_NORMED = 65536, 1024, 8192
 _remembered: WeakKeyDictionary[Any, dict[Hashable, Ranges]] = WeakKeyDictionary()
 log = logging.getLogger("autotax")
