@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from autotax.heap.world import World
+from autotax.nn import norm
 
-REPEATED = 8
-"""Calls of a sample, and samples."""
 CYCLES_PER_S = 2e9
 """Of the sleep of a GPU; a slower clock makes it longer."""
 STATES = ("vllm.distributed.parallel_state", "sglang.srt.distributed.parallel_state")
@@ -29,33 +28,21 @@ STATES = ("vllm.distributed.parallel_state", "sglang.srt.distributed.parallel_st
 
 @torch.no_grad()
 def least_microseconds(world: World, device: torch.device, call: Callable[[], object]) -> float:
-    """Microseconds of a call on this rank, the least of REPEATED samples. Collective.
-
-    On GPUs each call follows a sum that replaces what the L2 holds, because in a model other products pass between two calls;
-    the result includes the time of that sum. On CPUs a sample is a single call.
-    """
+    """As in autotax.nn.norm, but on GPUs the least of several samples that are no graphs. Collective."""
     with outside_captures():
-        return _on_gpu(world, device, call) if device.type == "cuda" else _on_cpu(world, call)
-
-
-def _on_cpu(world: World, call: Callable[[], object]) -> float:
-    call()
-    world.barrier()
-    started = time.perf_counter()
-    call()
-    return (time.perf_counter() - started) * 1e6
+        return (_on_gpu if device.type == "cuda" else norm.least_microseconds)(world, device, call)
 
 
 def _on_gpu(world: World, device: torch.device, call: Callable[[], object]) -> float:
     flush = torch.ones(torch.cuda.get_device_properties(device).L2_cache_size // 2, device=device)
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     least, host_s = math.inf, 0.0
-    for number in range(REPEATED + 2):  # two that warm up: the first may compile, the second shows the host's work
+    for number in range(norm.REPEATED + 2):  # two that warm up: the first may compile, the second shows the host's work
         world.synchronize()
         world.barrier()
         started = time.perf_counter()
         torch.cuda._sleep(int(2 * host_s * CYCLES_PER_S))
-        for repeat in range(REPEATED + 1):
+        for repeat in range(norm.REPEATED + 1):
             if repeat == 1:  # the ranks have met in the first call
                 began.record()
             flush.sum()
@@ -65,7 +52,7 @@ def _on_gpu(world: World, device: torch.device, call: Callable[[], object]) -> f
         world.synchronize()
         if number > 1:
             least = min(least, began.elapsed_time(ended))
-    return least / REPEATED * 1e3
+    return least / norm.REPEATED * 1e3
 
 
 @contextmanager
