@@ -2,13 +2,16 @@
 
 Engines call functions, not modules, and pass a coordinator of their groups: anything with `device_group`, a process group of
 torch, and `world_size`. `taken` looks winners up at the first call of a shape, for all numbers of tokens, and compares them over
-the ranks. `merged` makes one module for each group, shape, dtype and output at its first call; that is collective and must not
-be captured in a graph, so `prepare` does it earlier. All ranks alike use the collective library and torch's operators during a
-capture, for dtypes without kernels, and for more tokens than a module was made for.
+the ranks. It makes one module for each group, shape, dtype and output, and leaves a call without a tuned kernel to the engine.
+
+`merged` computes in any case. It makes a missing module at its first call; that is collective and must not be captured in a
+graph, so `taken` or `prepare` does it earlier. All ranks alike use the collective library and torch's operators during a capture,
+for dtypes without kernels, and for more tokens than a module was made for.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autotax.engines.thresholds import Ranges, merge_ranges, serves
+from autotax.engines.thresholds import Ranges, merge_ranges, tuned
 from autotax.heap.world import World
 from autotax.nn.base import world_of
 from autotax.nn.consensus import DTYPES
@@ -35,7 +38,7 @@ _merges: WeakKeyDictionary[dist.ProcessGroup, dict[Key, DecodeMerge]] = WeakKeyD
 
 
 def taken(o: Tensor, cp_group: Any, output: str, base_on_e: bool) -> bool:
-    """Whether a winner merges O [tokens, heads, head_dim] of this rank faster than the bulk-synchronous merge.
+    """Whether a tuned kernel merges O [tokens, heads, head_dim] of this rank: its winner beat the bulk-synchronous merge.
 
     Collective at the first call of a shape. During graph capture it is not collective, and the answer for a new shape is no.
     `output` is "head_scatter" or "replicated". `base_on_e`: LSE holds natural logarithms; otherwise those to base 2.
@@ -52,11 +55,12 @@ def taken(o: Tensor, cp_group: Any, output: str, base_on_e: bool) -> bool:
         options: dict[str, Any] = {"output": output, "base": base, "most": MOST_TOKENS, "world": world}
         return merge_ranges(heads, head_dim, DTYPES[o.dtype], cp_group.world_size, **options)
 
-    key = "merge", heads, head_dim, o.dtype, o.device, output, base
-    served = serves(tokens, group, o.device, key, f"merges of {heads} heads of {head_dim}", ranges)
-    runs, reason = ("autotax", "") if served else (TORCH, "no winner for this number of tokens")
-    count_of("decode merge", f"({heads} heads of {head_dim})", runs, reason).calls += 1
-    return served
+    key = heads, head_dim, o.dtype, o.device, output, base
+    of_group, name = modules_of(cp_group), f"merges of {heads} heads of {head_dim}"
+    make = partial(prepare, cp_group, heads, head_dim, MOST_TOKENS, o.dtype, o.device, output=output, base=base)
+    merge, reason = tuned(of_group.get(key), tokens, group, o.device, ("merge", *key), name, ranges, make)
+    count_of("decode merge", f"({heads} heads of {head_dim})", "autotax" if merge else TORCH, reason).calls += 1
+    return merge is not None
 
 
 def prepare(

@@ -2,7 +2,8 @@
 
 Engines pass a coordinator of their groups: anything with `device_group` and `world_size`. `normed` looks winners up at the first
 call of a shape, for all numbers of tokens, and compares them over the ranks. It makes one module for each group, shape and
-quantisation. Both are collective, and neither happens during a graph capture: a call whose module is missing is the engine's own.
+quantisation. At the first call of a bucket of tokens it measures the engine's function against ours. All this is collective,
+and nothing of it happens during a graph capture: a call before it, or without a tuned kernel, is the engine's own.
 
 Eager models leave the sum of a row-parallel layer to the norm behind it (`reduce_results=False`). There are three ways:
 
@@ -19,7 +20,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,12 +31,14 @@ from torch.utils._pytree import tree_map_only
 
 from autotax.db.index import bucket
 from autotax.engines import rows
-from autotax.engines.thresholds import Ranges, norm_ranges, serves
+from autotax.engines.thresholds import Ranges, norm_ranges, tuned
+from autotax.engines.timing import least_microseconds
 from autotax.heap.world import World
 from autotax.nn.consensus import DTYPES
 from autotax.nn.groups import capturing
-from autotax.nn.norm import AllReduceNorm, least_microseconds
+from autotax.nn.norm import AllReduceNorm
 from autotax.torch.normed import RmsNorm
+from autotax.torch.plans import CAPTURED, TORCH, count_of
 
 log = logging.getLogger("autotax")
 MOST_TOKENS = 8192
@@ -42,20 +46,31 @@ MOST_TOKENS = 8192
 Key = tuple[Any, ...]
 """The hidden size, dtype, device, quantisation, offset and eps."""
 _norms: WeakKeyDictionary[dist.ProcessGroup, dict[Key, AllReduceNorm]] = WeakKeyDictionary()
+_faster: WeakKeyDictionary[AllReduceNorm, dict[Key, str]] = WeakKeyDictionary()
+"""By the module: the faster one of OURS and THEIRS, by the engine's function, the results that calls bring, and the bucket."""
+OURS, THEIRS = "runs the tuned kernel", "runs the engine's function"
+
+
+class Fused(NamedTuple):
+    """A function of the engine that sums, adds and norms: its name, and a call of it for rows, a residual and results."""
+
+    name: str
+    run: Callable[..., Any]
 
 
 def normed(
     x: Tensor, residual: Tensor, weight: Tensor, group: Any, eps: float, *, offset: int = 0, quant: str = "none",
-    scale: Tensor | None = None, **results: Tensor | None,
+    scale: Tensor | None = None, fused: Fused | None = None, **results: Tensor | None,
 ) -> tuple[Tensor, ...] | None:  # fmt: skip
-    """y and the new residual where a winner sums, adds and norms faster than the collective library and a norm; else None.
+    """y and the new residual where a tuned kernel sums, adds and norms faster than the engine; else None.
 
-    Collective at the first call of a shape. During graph capture it is not collective, and the answer for a new shape is None.
+    Collective at the first call of a shape, and of a bucket of tokens. During graph capture it is not collective, and the answer
+    for a new one is None. The ranks agree on each answer. Counts the call.
 
     `x` [tokens, hidden] are this rank's partial sums, `weight` is [hidden], and `group` is the engine's coordinator. `offset` is
-    added to the weight. A y in e4m3 has the `scale`, float32 [1], or with quant row scales that follow the results. `results` are
-    the `out` and `residual_out` of AllReduceNorm. These may be x and the residual: where the kernel of this size cannot work in
-    place, the results are copied.
+    added to the weight. A y in e4m3 has the `scale`, float32 [1], or with quant row scales that follow the results. `fused` is
+    measured against ours at the first call of a bucket; without it ours runs. `results` are the `out` and `residual_out` of
+    AllReduceNorm. These may be x and the residual: where the kernel of this size cannot work in place, the results are copied.
     """
     alike = x.dim() == 2 and x.shape == residual.shape and x.dtype == weight.dtype == residual.dtype
     if group.world_size == 1 or not alike or x.dtype not in DTYPES or x.shape[1] % 8 or x.shape[1] > 16384:
@@ -65,15 +80,40 @@ def normed(
     def ranges(world: World) -> Ranges:
         return norm_ranges(hidden, DTYPES[x.dtype], group.world_size, quant=quant, offset=offset, world=world)
 
-    key = hidden, x.dtype, x.device, quant, offset
-    if not serves(tokens, group.device_group, x.device, ("norm", *key), f"norms of {hidden} columns", ranges):
-        return None
-    norm = _norms.setdefault(group.device_group, {}).get((*key, eps))
-    if norm is None:
-        if capturing(x.device):
-            return None
-        norm = prepare(group, hidden, x.dtype, x.device, eps, quant=quant, offset=offset)
+    key = hidden, x.dtype, x.device, quant, offset, eps
+    make = partial(prepare, group, hidden, x.dtype, x.device, eps, quant=quant, offset=offset)
+    of_key, name = _norms.setdefault(group.device_group, {}).get(key), f"norms of {hidden} columns"
+    norm, reason = tuned(of_key, tokens, group.device_group, x.device, ("norm", *key), name, ranges, make)
     brought = {name: tensor for name, tensor in results.items() if tensor is not None}
+    if norm and fused:
+        reason = _slower(norm, fused, group, x, residual, weight, scale, brought)
+    taken = norm is not None and not reason
+    count_of("all-reduce norm", f"({hidden} columns)", "autotax" if taken else TORCH, reason).calls += 1
+    return _run(norm, x, residual, weight, scale, brought) if norm and taken else None
+
+
+def _slower(
+    norm: AllReduceNorm, fused: Fused, group: Any, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor | None,
+    brought: dict[str, Tensor],
+) -> str:  # fmt: skip
+    """Why the engine's function is taken; empty if ours is faster. Collective at the first call of a bucket."""
+    faster, key = _faster.setdefault(norm, {}), (fused.name, *brought, bucket(len(x)))
+    if key not in faster:
+        if capturing(x.device):
+            return CAPTURED
+        copies = {tensor.data_ptr(): tensor.clone() for tensor in (x, residual, *brought.values())}
+        rows, added = copies[x.data_ptr()], copies[residual.data_ptr()]
+        into = {name: copies[tensor.data_ptr()] for name, tensor in brought.items()}
+        ways: dict[str, Callable[[], Any]] = {
+            THEIRS: lambda: fused.run(rows, added, **into), OURS: lambda: _run(norm, rows, added, weight, scale, into),
+        }  # fmt: skip
+        faster[key] = fastest(ways, World.of(group.device_group, x.device), x, f"{fused.name} of {x.shape[1]} columns")
+    return "" if faster[key] == OURS else "the engine's own function was faster for this number of tokens"
+
+
+def _run(
+    norm: AllReduceNorm, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor | None, brought: dict[str, Tensor]
+) -> tuple[Tensor, ...]:
     apart = not {tensor.data_ptr() for tensor in brought.values()} & {x.data_ptr(), residual.data_ptr()}
     if apart or norm.works_in_place(len(x)):
         return norm.run(x, weight, residual, scale, **brought, in_place=True)

@@ -172,9 +172,13 @@ def forward_with_allreduce_fusion(
 
     whole = use_attn_tp_group and getattr(norm_module, "variance_size_override", None) is None
 
+    def theirs(x: Any, residual: Any) -> Any:
+        return original(norm_module, x, residual, None, weight, use_attn_tp_group)
+
     def fused(x: Any, residual: Any) -> Any:
-        outputs = _normed(x, residual, weight, norm_module.variance_epsilon)
-        return original(norm_module, x, residual, None, weight, use_attn_tp_group) if outputs is None else outputs[:2]
+        function = norms.Fused("_forward_with_allreduce_fusion", theirs)
+        outputs = _normed(x, residual, weight, norm_module.variance_epsilon, fused=function)
+        return theirs(x, residual) if outputs is None else outputs[:2]
 
     if residual is not None and whole and post_residual_addition is None:
         ours = RmsNorm(weight, norm_module.variance_epsilon)
@@ -187,13 +191,17 @@ def all_reduce_residual_norm(
     residual_out: Any = None, **how: Any,
 ) -> Any:  # fmt: skip
     """Replaces SGLang's one-shot kernel, unless the caller gives options of that kernel."""
+    from autotax.engines.norms import Fused
+
+    def theirs(x: Any, added: Any, residual_out: Any = None) -> Any:
+        return original(x, added, norm_weight, norm_eps, world_size=world_size, gemma=gemma, residual_out=residual_out, **how)
+
     if not any(value is not None for value in how.values()):
-        outputs = _normed(input, residual, norm_weight, norm_eps, world_size, offset=int(gemma), residual_out=residual_out)
+        more = {"offset": int(gemma), "residual_out": residual_out, "fused": Fused("all_reduce_residual_norm", theirs)}
+        outputs = _normed(input, residual, norm_weight, norm_eps, world_size, **more)
         if outputs is not None:
             return outputs[0], outputs[1]
-    return original(
-        input, residual, norm_weight, norm_eps, world_size=world_size, gemma=gemma, residual_out=residual_out, **how
-    )
+    return theirs(input, residual, residual_out)
 
 
 def _normed(x: Any, residual: Any, weight: Any, eps: float, ranks: int | None = None, **more: Any) -> Any:

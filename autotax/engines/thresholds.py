@@ -10,7 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
 from autotax import __version__
@@ -30,10 +30,14 @@ if TYPE_CHECKING:
     import torch
 
     from autotax.heap.world import World
+    from autotax.nn.sized import SizedModule
 
+M = TypeVar("M", bound="SizedModule")
 Ranges = list[tuple[int, int]]
 IN_INVARIANT_MODE = "AUTOTAX_BATCH_INVARIANT"
-"""Without it an engine in batch-invariant mode runs its own functions: its bits may be compared with those of other runs."""
+"""Without it an engine in batch-invariant mode runs its own functions. It may promise the same bits on any number of ranks, or
+those of a trainer.
+"""
 MOST_TOKENS, MOST_MERGED, MOST_NORMED = 65536, 1024, 8192
 _remembered: WeakKeyDictionary[Any, dict[Hashable, Ranges]] = WeakKeyDictionary()
 log = logging.getLogger("autotax")
@@ -106,11 +110,25 @@ def norm_ranges(
         return []
 
 
-def serves(
-    tokens: int, group: Any, device: torch.device, key: Hashable, name: str, ranges: Callable[[World], Ranges]
-) -> bool:
-    """Whether a number of tokens lies in the ranges that all ranks of a group have for `key`. See `remembered`."""
-    return within(tokens, remembered(group, device, key, name, ranges))
+def tuned(
+    module: M | None, tokens: int, group: Any, device: torch.device, key: Hashable, name: str,
+    ranges: Callable[[World], Ranges], make: Callable[[], M],
+) -> tuple[M | None, str]:  # fmt: skip
+    """The module of a call if a winner serves this number of tokens and its kernel is prepared; else None, and why not.
+
+    Collective at the first call of a key, which looks winners up, and where `make` makes a missing module; neither happens
+    during graph capture. A module without a kernel is not made again. All ranks have the same answer.
+    """
+    from autotax.nn.groups import capturing
+    from autotax.torch.plans import CAPTURED
+
+    if not within(tokens, remembered(group, device, key, name, ranges)):
+        return None, "no winner for this number of tokens" if key in _remembered[group] else CAPTURED
+    if module is None:
+        if capturing(device):
+            return None, CAPTURED
+        module = make()
+    return (module, "") if module.tuned_for(tokens) else (None, "its kernel could not be prepared: see the warning")
 
 
 def within(tokens: int, ranges: Ranges) -> bool:

@@ -185,7 +185,8 @@ def _tuned_norm(offset: int, original: Any) -> Any:
         ours = RmsNorm(norm.weight, norm.variance_epsilon, offset) if whole else None
 
         def fused(partial: Any, residual: Any) -> Any:
-            outputs = _normed(partial, residual, *ours[:2], offset=offset) if ours else None
+            theirs = norms.Fused(original.__name__, lambda x, added: original(x, added, norm))
+            outputs = _normed(partial, residual, *ours[:2], offset=offset, fused=theirs) if ours else None
             return original(partial, residual, norm) if outputs is None else (outputs[0], outputs[1])
 
         if residual is None:
@@ -219,6 +220,14 @@ def _tuned_fused_norm(original: Any) -> Any:
     ) -> None:  # fmt: skip
         import torch
 
+        from autotax.engines.norms import Fused
+
+        def theirs(x: Any, residual: Any, **_: Any) -> None:
+            original(
+                x, residual, rms_gamma, rms_eps, world_size, launch_with_pdl, fp32_acc, max_token_num, pattern_code, norm_out,
+                quant_out, scale_out, scale_factor, weight_bias,
+            )  # fmt: skip
+
         static = quant_out is not None and scale_out is None and quant_out.dtype is torch.float8_e4m3fn
         # With norm_out vLLM's norm has no residual: `residual` holds zeros, and the sum goes to allreduce_in.
         kept = residual if norm_out is None else allreduce_in
@@ -226,13 +235,10 @@ def _tuned_fused_norm(original: Any) -> Any:
         if weight_bias in (0.0, 1.0) and (plain or (static and norm_out is None)) and allreduce_in.dim() == 2:
             out = quant_out if static else allreduce_in if norm_out is None else norm_out
             scale = scale_factor.view(1) if static else None
-            more = {"offset": int(weight_bias), "scale": scale, "out": out, "residual_out": kept}
-            if _normed(allreduce_in, residual, rms_gamma, rms_eps, **more) is not None:
+            more = {"offset": int(weight_bias), "scale": scale, "fused": Fused(original.__name__, theirs)}
+            if _normed(allreduce_in, residual, rms_gamma, rms_eps, out=out, residual_out=kept, **more) is not None:
                 return
-        original(
-            allreduce_in, residual, rms_gamma, rms_eps, world_size, launch_with_pdl, fp32_acc, max_token_num, pattern_code,
-            norm_out, quant_out, scale_out, scale_factor, weight_bias,
-        )  # fmt: skip
+        theirs(allreduce_in, residual)
 
     return call_trtllm_fused_allreduce_norm
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,6 +98,13 @@ INVARIANT_VARIABLES = ("VLLM_BATCH_INVARIANT", "SGLANG_ENABLE_DETERMINISTIC_INFE
 def wants_invariance(requested: bool | None) -> bool:
     """Whether rows must not depend on how many there are: as given, else as a serving engine's variable asks."""
     return any(map(is_on, INVARIANT_VARIABLES)) if requested is None else requested
+
+
+def warn_of_sizes(name: str) -> None:
+    """Warns where a serving engine's variable asks for results that no batch changes, of a module that cannot give them."""
+    if asking := next(filter(is_on, INVARIANT_VARIABLES), None):
+        line = f"{name} chooses a config by the size of a call, and {asking} asks for results that no batch changes"
+        warnings.warn(f"{line}: see batch invariance in docs/runtime.md", RuntimeWarning, stacklevel=3)
 
 
 def invariant_config(

@@ -346,7 +346,7 @@ class RowParallelLinear(ParallelLinear):
         """The layer, and the norm of its result and the residual, quantised as the module `norm` says.
 
         Runs the layer with the residual and then the norm, or the product and then the norm module with its sum, or one kernel.
-        Takes the way that was fastest for this number of rows when the layer was prepared.
+        Takes the way that was fastest for this number of rows when the layer was prepared; with `batch_invariant` the first.
 
         Args:
             x: As in a call of the layer.
@@ -509,7 +509,7 @@ class LinearAllReduce(RowParallelLinear):
         return 1
 
     def _measured(self, norm: AllReduceNorm) -> dict[int, bool]:
-        if self._world is None:
+        if self._world is None or self._invariant:  # the other ways do not keep the bits of a row
             return {}
         ways = {}
         timed = partial(least_microseconds, self._world, self._device)
@@ -540,7 +540,7 @@ class LinearAllReduce(RowParallelLinear):
         """Also makes the kernels of product, sum and norm that were tuned. Collective."""
         whole: list[tuple[Problem, Config]] = []
         norm = next(iter(self._norm), None)
-        if norm and self.bias is None and self._layout == "nk" and self._world is not None:
+        if norm and self.bias is None and self._layout == "nk" and self._world is not None and not self._invariant:
             k, _ = self._features
             problems = [norm.behind(k, rows) for rows in self._sizes() if rows <= MOST_NORMED]
             whole = winners_behind(self, problems, hardware, notes)

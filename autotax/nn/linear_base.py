@@ -23,7 +23,7 @@ from autotax.hardware import Hardware
 from autotax.heap.world import World
 from autotax.nn import custom_ops, groups  # noqa: F401 - custom_ops registers torch.ops.autotax.*
 from autotax.nn.base import NO_OUT, Group, Module, Request, SizeChoice, Unknown, increment_version
-from autotax.nn.consensus import DTYPES, invariant_config, wants_invariance
+from autotax.nn.consensus import DTYPES, invariant_config, wants_invariance, warn_of_sizes
 from autotax.nn.groups import on_device
 from autotax.nn.scaled_linear import made_for
 from autotax.nn.sized import greatest_rows, nothing, remember, sizes_up_to
@@ -90,7 +90,10 @@ class ParallelLinear(Module):
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
         """A ScaledLinear for a weight in e4m3."""
-        return made_for(cls, cls.KIND, arguments, options) or super().__new__(cls)
+        scaled = made_for(cls, cls.KIND, arguments, options)
+        if scaled and options.get("batch_invariant") is None:
+            warn_of_sizes(f"{cls.__name__} with a weight in e4m3")
+        return scaled or super().__new__(cls)
 
     def __init__(
         self,

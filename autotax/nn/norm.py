@@ -315,11 +315,6 @@ class AllReduceNorm(SizedModule):
         call = self._calls.get(rows) or self._choose(rows)
         return bool(call.func.in_place)  # type: ignore[attr-defined]
 
-    def tuned_for(self, rows: int) -> bool:
-        """Whether calls of this number of rows run a tuned config that is not the collective library's sum."""
-        bucket = next((choice for choice in self._choices if rows <= choice.problem.m), None)  # type: ignore[attr-defined]
-        return bucket is not None and bucket.config is not None and bucket.config.variant != "bsp"
-
     def _described(self, read: dict[str, Tensor | None], results: dict[str, Tensor | None]) -> str:
         """A description of the call, which must be the same on all ranks. Raises UsageError for what this rank refuses."""
         read, (_, _, written) = self._checked(read, results)

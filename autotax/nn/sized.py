@@ -13,7 +13,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.hardware import Hardware
 from autotax.nn.base import Module, Request
-from autotax.nn.consensus import DTYPES
+from autotax.nn.consensus import DTYPES, warn_of_sizes
 from autotax.operators import registry
 
 K = TypeVar("K")
@@ -65,6 +65,8 @@ class SizedModule(Module):
             return [replace(most, **{self.SIZE: some}) for some in sizes_up_to(size, 1, [size] if config else sizes)]
 
         problems, deployed = self._agreed(problems_here, conditions)
+        if self._world:
+            warn_of_sizes(type(self).__name__)
         self._most = problems[-1]
         self._plain = self._make_plain()
         self._look_up(problems, deployed, config)
@@ -81,6 +83,11 @@ class SizedModule(Module):
     def _of_greatest(self) -> list[Any]:
         """Bulk-synchronous kernels, which serve every size."""
         return [kernel for kernel in self._made.get(getattr(self._most, self.SIZE), []) if kernel.config.variant == "bsp"]
+
+    def tuned_for(self, size: int) -> bool:
+        """Whether calls of this size run a tuned config that is not bulk-synchronous. All ranks have the same answer."""
+        bucket = next((choice for choice in self._choices if size <= getattr(choice.problem, self.SIZE)), None)
+        return bucket is not None and bucket.config is not None and bucket.config.variant != "bsp"
 
     def _fitting(self, size: int) -> Callable[..., Any]:
         """The call for a size: with the tuned config, else bulk-synchronous."""

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from autotax.engines import plugin
-from autotax.torch.plans import count_of, forget_counts
 from tests.cli.conftest import Run, db, run  # noqa: F401 - fixtures
 from tests.volume import volume
 
@@ -68,12 +67,3 @@ def test_damaged_counts_are_refused_in_one_line(run: Run) -> None:  # noqa: F811
     (plugin.folder() / f"{os.getpid()}.json").write_text('{"pid": "all"}')
     assert "holds no counts" in run("status").complaint
     (plugin.folder() / "notes.json").write_text("")  # no file of ours
-
-
-def test_merges_count() -> None:
-    count_of("decode merge", "(64 heads of 128)", "autotax").calls += 2
-    try:
-        now = plugin.counts("SGLang")
-        assert (now.taken, now.left) == (2, 0) and plugin.summary(now) == "2 of 2 calls of SGLang ran tuned kernels"
-    finally:
-        forget_counts()

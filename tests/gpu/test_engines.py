@@ -22,6 +22,7 @@ from autotax.heap.world import World
 from autotax.operators.problems import AllReduceNorm, GemmReduceScatter
 from autotax.operators.scaled import SCALES_OF
 from autotax.runner.ranks import Ranks
+from autotax.torch.normed import NORMED
 from tests.engines import stand_ins
 from tests.engines.checks import Blocks, QuantisingBlock, asking
 from tests.torch.checks import normal
@@ -88,7 +89,7 @@ def compiled_and_captured(
                         right.clamp_(-448 * blocks.scale, 448 * blocks.scale)
                     worst = max(worst, float((out[0].float() - right).norm() / right.norm()))
             calls = autotax.torch.status().calls
-            kernels = sum(call.calls for call in calls if call.taken and "norm" in call.operator)
+            kernels = sum(call.calls for call in calls if call.taken and call.operator == NORMED)
             return passes.fused, {*norm_pass.chosen.values()}, kernels, worst
     finally:
         torch.set_default_device(device)
