@@ -41,6 +41,7 @@ from autotax.core.problem import MAX_WORLD_SIZE, Problem
 from autotax.engines.architectures import ASKED, Architecture, asked_by, read_architecture, tokens_of
 from autotax.hardware import absent
 from autotax.operators import of as operator_of
+from autotax.operators.scaled import SCALES_OF
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,7 +65,7 @@ class ModelOptions:
     """A model whose problems are tuned, and whether they are only listed."""
 
     PANEL: ClassVar[str] = "Model"
-    BESIDE: ClassVar[tuple[str, ...]] = ("dtype", "kv_len")
+    BESIDE: ClassVar[tuple[str, ...]] = ("dtype", "kv_len", "quantize")
     """Options of problems that may also be given with a model."""
 
     model: Annotated[
@@ -103,11 +104,11 @@ class ModelOptions:
     def numbers_of_tokens(self) -> tuple[int, ...]:
         return tokens_of(USUAL_TOKENS if self.tokens is None else self.tokens)
 
-    def architecture(self, ranks: int) -> Architecture:
+    def architecture(self, ranks: int, quantize: str | None = None) -> Architecture:
         if not 1 <= ranks <= MAX_WORLD_SIZE:
             raise UsageError(f"tp is {ranks}; it must be a whole number from 1 to {MAX_WORLD_SIZE}: give another --tp")
         assert self.model is not None
-        return read_architecture(self.model, ranks, split=self.split, train=self.train)
+        return read_architecture(self.model, ranks, split=self.split, train=self.train, quantize=quantize)
 
     def problems(self, what: ProblemOptions, how: SearchOptions, hardware: Hardware) -> tuple[Architecture, dict[Problem, str]]:
         """The architecture, and its problems with the layers that need them. Raises UsageError if others are given, too."""
@@ -117,10 +118,16 @@ class ModelOptions:
             others.insert(0, f"operator {what.op}")
         if others:
             raise UsageError(f"{', '.join(others)} given with --model, which has its own problems: take the others out")
-        architecture = self.architecture(self.tp if self.tp is not None else hardware.default_world_size)
-        tokens = self.numbers_of_tokens()
-        own = {name: what.given.get(name) for name in self.BESIDE}
-        problems = architecture.problems(tokens, train=self.train, **own)
+        dtype, kv_len, quantize = (what.given.get(name) for name in self.BESIDE)
+        one_of("quantize", quantize, SCALES_OF, "give --dtype bf16 for weights that are not FP8")
+        if quantize and dtype not in (None, "e4m3"):
+            raise UsageError(f"--quantize given with --dtype {dtype}; only e4m3 takes it: take one of the two out")
+        architecture = self.architecture(self.tp if self.tp is not None else hardware.default_world_size, quantize)
+        if dtype == "e4m3" and not architecture.quantize:
+            lacks = f"--dtype e4m3 given with {self.model}, which states no FP8 weights that plugins take"
+            raise UsageError(f"{lacks}: add --quantize row, as vLLM does with --quantization fp8, or --quantize block or static")
+        dtype = None if dtype == "e4m3" else dtype
+        problems = architecture.problems(self.numbers_of_tokens(), train=self.train, dtype=dtype, kv_len=kv_len)
         return architecture, asked_by(self.engine, problems) if self.engine else problems
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from autotax.core.errors import UsageError, did_you_mean
 from autotax.core.files import as_utf8, read_once
 from autotax.core.problem import Problem
+from autotax.engines.quantization import LONGEST, Quantization, quantization_of
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.operators.scaled import SCALES_OF, accumulate_of, quants_of_norms
 from autotax.spaces.all_reduce_norm import MOST_MULTIPLIED
@@ -30,24 +31,27 @@ LARGEST_FILE = 2**24
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 MOST_DECODED = 256
 """The most query tokens of a decode step; more tokens are a prefill."""
-LONGEST = 60
-"""Most characters of a value that a message repeats."""
+MOST_LAYERS = 1024
+"""The most decoder layers whose modules are looked for in a config's lists."""
 LARGEST_HEAD = 256
 """The most elements of a head that Flash Decode supports."""
 Layers = Iterator["Linear"]
 _TABLES = tomllib.loads((Path(__file__).parents[1] / "templates/families.toml").read_text())
-NAMES, KEYS, NORMS = _TABLES["names"], _TABLES["keys"], _TABLES["norms"]
-"""Other keys of a size, keys by what they say, and families by their norms."""
+NAMES, KEYS, NORMS, MODULES = (_TABLES[name] for name in ("names", "keys", "norms", "modules"))
+"""Other keys of a size, keys by what they say, families by their norms, and modules of a decoder layer by our names."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One rank's part of a linear layer: its weight is [n, k]. `row`: its output is summed over the ranks."""
+    """One rank's part of a linear layer: its weight is [n, k]. `row`: its output is summed over the ranks. `quantize`: how inputs
+    of its FP8 weight are quantised, empty for other weights.
+    """
 
     name: str
     n: int
     k: int
     row: bool = False
+    quantize: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Architecture:
-    """The tensor-parallel layers of a model, each kind once."""
+    """The tensor-parallel layers of a model, each kind once, or twice if some of its weights are FP8 and others are not."""
 
     family: str
     ranks: int
@@ -83,15 +87,17 @@ class Architecture:
     ) -> dict[Problem, str]:
         """The problems for these numbers of tokens, each with the names of the layers that need it.
 
+        - `dtype`: the type of all matrices, in place of the model's; no layer is FP8 then.
         - `train`: also the products of the backward, and no norms, whose operator has none.
         - `kv_len`: also decode steps, over a KV cache of `kv_len` tokens that is sharded over the ranks.
         """
         layers: dict[Problem, list[str]] = {}
         of = dtype or self.dtype
         for layer, m in product(self.layers, tokens):
+            layer = replace(layer, quantize="") if dtype else layer
             for problem, name in self._of_layer(layer, m, of, train):
-                layers.setdefault(problem if dtype else self._in_fp8(problem), []).append(name)
-            for problem in () if train else self._of_norm(layer, m, of):
+                layers.setdefault(_in_fp8(problem, layer.quantize), []).append(name)
+            for problem in () if train else self._of_norm(layer, m, of, "" if dtype else self.quantize):
                 layers.setdefault(problem, []).append(f"norm behind {layer.name}")
         if kv_len is not None:
             for batch in (m for m in tokens if m <= MOST_DECODED):
@@ -112,27 +118,19 @@ class Architecture:
             if train:
                 yield GemmReduceScatter(m, layer.k, layer.n, dtype, "scattered", ranks, "kn"), f"{layer.name}, backward"
 
-    def _of_norm(self, layer: Linear, m: int, dtype: str) -> Iterator[Problem]:
+    def _of_norm(self, layer: Linear, m: int, dtype: str, quantize: str) -> Iterator[Problem]:
         """Sum, residual and norm behind a layer, for few rows also with the product in front. Results are also e4m3 where layers
-        quantise by row or by a static scale: engines fuse the norm with that quantiser.
+        quantise by row or by a static scale: engines fuse the norm with that quantiser. Plugins ask for a product in front only
+        with the quantiser of its own layer.
         """
         if self.norm is None or not layer.row:
             return
-        front: tuple[Any, ...] = (layer.k, SCALES_OF[self.quantize], self.quantize) if self.quantize else (layer.k,)
-        for quant in quants_of_norms(self.quantize):
-            for behind in ((), front) if m <= MOST_MULTIPLIED else ((),):
+        front: tuple[Any, ...] = (layer.k, SCALES_OF[layer.quantize], layer.quantize) if layer.quantize else (layer.k,)
+        for quant in quants_of_norms(quantize):
+            multiplied = m <= MOST_MULTIPLIED and quant in quants_of_norms(layer.quantize)
+            for behind in ((), front) if multiplied else ((),):
                 with suppress(UsageError):  # more rows or columns than the operator supports
                     yield AllReduceNorm(m, layer.n, dtype, self.ranks, "added", quant, self.norm, *behind)
-
-    def _in_fp8(self, problem: Problem) -> Problem:
-        """The same product with weights in e4m3 where the model has them. Sizes that e4m3 does not support keep their type."""
-        result = problem.dtype if problem.dtype in ("bf16", "fp16") else "bf16"
-        how = {"quantize": self.quantize, "accumulate": accumulate_of(self.quantize)}
-        more = {"scales": SCALES_OF.get(self.quantize, ""), "result": result, **how}
-        try:
-            return replace(problem, dtype="e4m3", **more) if self.quantize else problem  # type: ignore[call-arg]
-        except UsageError:
-            return problem
 
     def _of_decode(self, batch: int, kv_len: int, dtype: str) -> Iterator[tuple[Problem, str]]:
         own, ranks = self.attention, self.ranks
@@ -142,26 +140,44 @@ class Architecture:
         yield DecodeMerge(batch, own.q_heads, own.output_dim, dtype, ranks, "head_scatter"), "merge of decode attention"
 
 
-def read_architecture(path: Path, ranks: int, *, split: bool = False, train: bool = False) -> Architecture:
+def _in_fp8(problem: Problem, quantize: str) -> Problem:
+    """The same product with a weight in e4m3, if inputs are quantised. Sizes that e4m3 does not support keep their type."""
+    if not quantize:
+        return problem
+    result = problem.dtype if problem.dtype in ("bf16", "fp16") else "bf16"
+    more = {"result": result, "quantize": quantize, "accumulate": accumulate_of(quantize)}
+    try:
+        return replace(problem, dtype="e4m3", scales=SCALES_OF[quantize], **more)  # type: ignore[call-arg]
+    except UsageError:
+        return problem
+
+
+def read_architecture(
+    path: Path, ranks: int, *, split: bool = False, train: bool = False, quantize: str | None = None
+) -> Architecture:
     """The architecture of a config.json on `ranks` ranks.
 
     - `split`: Q, K, V, gate and up are separate products.
     - `train`: with the output layer, which multiplies every token in training and the last token of a sequence in a server.
+    - `quantize`: row, block or static: weights are FP8, and their inputs are quantised so, whatever the config states.
 
     Raises UsageError for a malformed file, a family without a list of layers, and sizes that `ranks` does not divide.
     """
-    return architecture_of(_read(path), ranks, split=split, train=train, whose=f"file {path}")
+    return architecture_of(_read(path), ranks, split=split, train=train, quantize=quantize, whose=f"file {path}")
 
 
 def architecture_of(
-    config: Mapping[str, Any], ranks: int, *, split: bool = False, train: bool = False, whose: str = "the config"
-) -> Architecture:
+    config: Mapping[str, Any], ranks: int, *, split: bool = False, train: bool = False, quantize: str | None = None,
+    whose: str = "the config",
+) -> Architecture:  # fmt: skip
     """As `read_architecture`; messages say `whose` config it is."""
     configs = [config]
     while text := next((part for name in KEYS["wrappers"] if isinstance(part := configs[0].get(name), Mapping)), None):
         configs.insert(0, text)
     family, layout = _family(configs, whose)
     sizes = Sizes(configs, ranks, layout, whose)
+    stated = (of.get(name) for of in configs for name in ("torch_dtype", "dtype"))
+    dtype = DTYPES.get(str(next(filter(None, stated), "")).removeprefix("torch."), "bf16")
     layers, notes = list(_attention(sizes, split)), []
     if sizes.has_dense_layers:
         layers += _mlp(sizes, sizes.inner, split, "MLP")
@@ -171,21 +187,42 @@ def architecture_of(
         notes.append("its routed experts are left out: they are grouped products, which no operator computes")
     if sizes.side_by_side:
         notes.append("its attention and MLP run side by side: a server that adds both first needs one reduction for the two")
+    quantized = quantization_of(next((of["quantization_config"] for of in configs if of.get("quantization_config")), None))
+    quantized = replace(quantized, quantize=quantize, reason="", only_vllm=False) if quantize else quantized
+    layers = [replace(layer, quantize=form) for layer in layers for form in _forms(layer.name, quantized, sizes)]
+    notes += _notes_of(quantized, layers, dtype)
     if (reason := sizes.without_output(train)) is None:
         layers.append(Linear("output layer", sizes.whole("vocab_size") // ranks, sizes.hidden))
     else:
         notes.append(f"its output layer (lm_head) is left out: {reason}")
-    stated = (of.get(name) for of in configs for name in ("torch_dtype", "dtype"))
-    dtype = DTYPES.get(str(next(filter(None, stated), "")).removeprefix("torch."), "bf16")
-    quantized = next((of["quantization_config"] for of in configs if of.get("quantization_config")), None)
-    quantize = quantization_of(quantized)
-    if quantized and not quantize:
-        notes.append(f"its weights are quantized; these are the problems of {dtype} weights")
     attention = sizes.attention()
     if sizes.assumed:
         taken = ", ".join(f"{name} {value}" for name, value in sizes.assumed.items())
         notes.append(f"its config leaves out what transformers takes by default: {taken}")
-    return Architecture(family, ranks, dtype, tuple(layers), attention, tuple(notes), quantize, sizes.norm_of(family))
+    return Architecture(family, ranks, dtype, tuple(layers), attention, tuple(notes), quantized.quantize, sizes.norm_of(family))
+
+
+def _forms(name: str, quantized: Quantization, sizes: Sizes) -> list[str]:
+    """`Linear.quantize` of the layers of one name: one value, or two if a checkpoint quantises some of these layers only."""
+    if not quantized.quantize or not (quantized.ignored.entries or quantized.targets.entries):
+        return [quantized.quantize]
+    covered = {quantized.covers([f"layers.{number}.{of}" for of in MODULES[name]]) for number in sizes.numbers_of(name)}
+    return [quantized.quantize if fp8 else "" for fp8 in sorted(covered, reverse=True)]
+
+
+def _notes_of(quantized: Quantization, layers: Sequence[Linear], dtype: str) -> list[str]:
+    """Which weights are not FP8, or whose plugin leaves them."""
+    if quantized.reason:
+        left = f"its weights are quantized {quantized.reason}, which plugins leave to the engine"
+        return [f"{left}; these are the problems of {dtype} weights"]
+    notes = []
+    if quantized.quantize and (plain := [layer.name for layer in layers if not layer.quantize]):
+        both = {layer.name for layer in layers if layer.quantize}
+        names = ", ".join(f"some {name}" if name in both else name for name in plain)
+        notes.append(f"its config leaves weights of these layers in {dtype}: {names}")
+    if quantized.only_vllm:
+        notes.append("the plugin of vLLM takes its FP8 weights; that of SGLang leaves them to SGLang")
+    return notes
 
 
 def _family(configs: Sequence[Mapping[str, Any]], name: str) -> tuple[str, Family]:
@@ -200,26 +237,6 @@ def _family(configs: Sequence[Mapping[str, Any]], name: str) -> tuple[str, Famil
     guess = did_you_mean(family_name, FAMILIES)
     allowed = f"allowed are {', '.join(FAMILIES)}"
     raise UsageError(f"{name} has model_type {family!r}; {allowed}: {f'{guess} Or ' if guess else ''}{advice}")
-
-
-def quantization_of(stated: object) -> str:
-    """How engines quantise inputs for weights of a `quantization_config`: row, block or static; empty for other weights."""
-    if not isinstance(stated, Mapping):
-        return ""
-    method = stated.get("quant_method")
-    if method == "fp8":
-        if stated.get("weight_block_size"):
-            return "block" if list(stated["weight_block_size"]) == [128, 128] else ""
-        return "static" if stated.get("activation_scheme") == "static" else "row"
-    if method == "fbgemm_fp8":
-        return "row"
-    groups = stated.get("config_groups")
-    if method == "compressed-tensors" and isinstance(groups, Mapping) and len(groups) == 1:
-        (group,) = groups.values()
-        weights, inputs = (group.get(name) or {} for name in ("weights", "input_activations"))
-        if (weights.get("type"), weights.get("num_bits")) == ("float", 8):
-            return "row" if inputs.get("dynamic") and weights.get("strategy") in ("channel", "tensor") else ""
-    return ""
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -351,6 +368,14 @@ class Sizes:
             or bool(self.config.get("mlp_only_layers"))
             or (isinstance(kinds, list) and "dense" in kinds)
         )
+
+    def numbers_of(self, name: str) -> range:
+        """The numbers of the decoder layers that have layers of a name. Mixtures may begin with some that have a dense MLP."""
+        every = min(self.whole("num_hidden_layers", 1), MOST_LAYERS)
+        dense = min(max(self.whole(key, 0) for key in KEYS["dense_layers"]), every) if self.experts else 0
+        if dense and not self.family.always_dense and name.endswith("of the MLP"):
+            return range(dense)
+        return range(dense if name.endswith("of the shared experts") and dense < every else 0, every)
 
     @property
     def shared_width(self) -> int:

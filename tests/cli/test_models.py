@@ -107,6 +107,11 @@ def test_any_tuning_can_be_planned(run: Run, tuner: Tuner) -> None:
         (["--tp", "0"], "tp is 0"),
         (["--tokens", "8...1"], "tokens is '8...1'"),
         (["--tokens", ""], "tokens is ''"),
+        (["--scales", "row"], "--scales given with --model"),
+        (["--dtype", "e4m3"], "states no FP8 weights that plugins take: add --quantize row"),
+        (["--dtype", "bf16", "--quantize", "row"], "only e4m3 takes it: take one of the two out"),
+        (["--quantize", "none"], "allowed are row, block, static: give --dtype bf16"),
+        (["--quantize", "rows"], "did you mean row?"),
     ],
 )
 def test_what_does_not_go_with_a_model_is_refused(
@@ -114,6 +119,31 @@ def test_what_does_not_go_with_a_model_is_refused(
 ) -> None:
     assert said in run("tune", *more, "--model", config).complaint
     assert not tuner.asked and not db.exists()
+
+
+FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
+
+
+@pytest.mark.parametrize(
+    ("stated", "more", "quantize"),
+    [
+        ({}, ["--dtype", "e4m3", "--quantize", "row"], "row"),
+        ({}, ["--quantize", "block"], "block"),
+        (FP8, ["--dtype", "e4m3"], "static"),
+        (FP8, ["--quantize", "row"], "row"),
+        (FP8, ["--dtype", "bf16"], None),
+    ],
+)
+def test_fp8_weights_are_those_of_the_config_or_of_the_command(
+    run: Run, tmp_path: Path, stated: dict[str, object], more: list[str], quantize: str | None
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_70B | stated))
+    planned = run("tune", "--model", path, "--tp", 2, "--tokens", 8, "--kv-len", 8192, "--dry-run", *more, "--json").results
+    products = [entry["problem"] for entry in planned if "k" in entry["problem"]]
+    assert {problem.get("quantize") for problem in products} == {quantize}
+    assert {problem["dtype"] for problem in products} == {"e4m3" if quantize else "bf16"}
+    assert {entry["problem"]["dtype"] for entry in planned if "k" not in entry["problem"]} == {"bf16"}
 
 
 @pytest.mark.parametrize("more", [["--tp", "2"], ["--tokens", "8"], ["--train"], ["--split"]])

@@ -178,7 +178,7 @@ def test_a_wheel_stays_below_a_megabyte() -> None:
     """All files of the package, compressed one by one as in a wheel."""
     package = FOLDER.parent
     files = [path for path in package.rglob("*") if path.suffix in (".py", ".json", ".typed")]
-    assert sum(len(zlib.compress(path.read_bytes())) for path in files) < 950_000
+    assert sum(len(zlib.compress(path.read_bytes())) for path in files) < 960_000
 
 
 def test_those_that_hold_have_a_value_of_each_parameter() -> None:

@@ -435,37 +435,3 @@ def test_tokens_go_on_as_they_began() -> None:
 def test_tokens_that_are_no_numbers_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"tokens is .*: give others as --tokens"):
         tokens_of(text)
-
-
-@pytest.mark.parametrize(
-    ("stated", "scales", "quantize"),
-    [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "block", "block"),
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "row", "row"),
-        ({"quant_method": "fp8", "activation_scheme": "static"}, "tensor", "static"),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {
-                    "group_0": {
-                        "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
-                        "input_activations": {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True},
-                    }
-                },
-            },
-            "row",
-            "row",
-        ),
-        ({"quant_method": "awq"}, "", ""),
-        (None, "", ""),
-    ],
-)
-def test_a_model_of_fp8_weights_has_problems_of_fp8(stated: object, scales: str, quantize: str) -> None:
-    architecture = architecture_of({**LLAMA_70B, "quantization_config": stated}, 2)
-    for problem in architecture.problems([64]):
-        fields = problem.to_dict()
-        assert (fields.get("scales", ""), fields.get("quantize", "")) == (scales, quantize)
-        assert fields["dtype"] == ("e4m3" if scales else "bf16")
-        behind_norm = problem.op == "all-reduce-norm"
-        assert (fields.get("accumulate") == "fast") == (quantize in ("row", "static") and not behind_norm)
-    assert {problem.dtype for problem in architecture.problems([64], dtype="fp16")} == {"fp16"}

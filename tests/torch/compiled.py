@@ -16,6 +16,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
+from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 from torch.distributed._symmetric_memory import _test_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -175,6 +176,44 @@ def trained_in_fp8(world: World, db: str, backend: str) -> tuple[Status, int, li
     status = autotax.torch.status()
     autotax.torch.uninstall()
     return status, emitted, losses, right
+
+
+def two_layers_by_rows(world: World, db: str, backend: str) -> tuple[Status, int, list[Tensor]]:
+    """Two layers whose inputs are quantised by row before they travel: the counts, the operators that the pass emitted, and the
+    results of products in float32 and of ours. Both are compiled: an eager call would gather e4m3 by gloo, which cannot.
+    """
+    name = str(dist.group.WORLD.group_name)
+    codes, scales = [], []
+    for n, k, seed in ((FP8_HIDDEN, FP8_DIM, 1), (FP8_DIM, FP8_HIDDEN, 2)):
+        own = torch.Generator().manual_seed(10 * seed + world.rank)
+        codes.append(torch.randn(n, k, generator=own).to(torch.float8_e4m3fn))
+        scales.append(torch.rand(1, n, generator=own) + 0.5)
+
+    def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = x.float().abs().amax(-1, keepdim=True) / 448
+        return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+    def product(x: tuple[Tensor, Tensor], layer: int) -> Tensor:
+        return torch._scaled_mm(x[0], codes[layer].t(), x[1], scales[layer], out_dtype=torch.bfloat16)
+
+    def layers(x: Tensor) -> Tensor:
+        a, b = (all_gather_tensor(part, 0, name) for part in quantised(x))
+        return reduce_scatter_tensor(product(quantised(product((a, b), 0)), 1), "sum", 0, name)
+
+    def run() -> tuple[Tensor, int]:
+        torch.compiler.reset()
+        with torch.no_grad(), micro_pipeline() as emitted:
+            compiled = torch.compile(layers, backend=PASSES if backend == "passes" else backend, fullgraph=True)
+            return compiled(x), emitted[0]
+
+    x = torch.randn(FP8_ROWS // world.size, FP8_DIM, generator=torch.Generator().manual_seed(world.rank)).bfloat16()
+    with float32_operators(world):
+        right, _ = run()
+    autotax.torch.install(db)
+    ours, emitted = run()
+    status = autotax.torch.status()
+    autotax.torch.uninstall()
+    return status, emitted, [right, ours]
 
 
 def same(ours: Tensor | None, theirs: Tensor | None) -> None:

@@ -36,7 +36,6 @@ def test_a_compiled_mlp_of_two_layers_trains_as_the_whole_one(ranks: Ranks, tmp_
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_torchaos_training_in_fp8_has_the_losses_of_products_in_float32(ranks: Ranks, tmp_path: Path, backend: str) -> None:
-    pytest.importorskip("torchao", reason="torchao is not installed: pip install --no-deps torchao")
     from tests.torch import compiled
 
     kept: dict[Problem, Config] = {}
@@ -50,6 +49,22 @@ def test_torchaos_training_in_fp8_has_the_losses_of_products_in_float32(ranks: R
         assert emitted == 4, "two layers, forward and backward"
         assert (status.taken, status.left) == (4 * compiled.STEPS, 0), str(status)
         assert losses == pytest.approx(right, rel=2e-3) and losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_graph_in_fp8_by_rows_has_the_values_of_products_in_float32(
+    ranks: Ranks, tmp_path: Path, backend: str
+) -> None:
+    from tests.torch import compiled
+
+    gathered = AllGatherGemm(compiled.FP8_ROWS, compiled.FP8_HIDDEN, compiled.FP8_DIM, "e4m3", "m", WORLD, scales="row")
+    sizes = compiled.FP8_ROWS, compiled.FP8_DIM, compiled.FP8_HIDDEN
+    scattered = GemmReduceScatter(*sizes, "e4m3", "scattered", WORLD, scales="row")
+    kept: dict[Problem, Config] = {gathered: usual(gathered, "scaled_decomposed"), scattered: usual(scattered, "scaled_words")}
+    for status, emitted, (right, ours) in ranks.run(compiled.two_layers_by_rows, database(tmp_path / "a.db", kept), backend):
+        assert (emitted, status.taken, status.left) == (2, 2, 0), str(status)
+        assert (len(right), right.shape) == (compiled.FP8_ROWS // WORLD, ours.shape)
+        assert float((ours.float() - right.float()).norm() / right.float().norm()) < 1e-2
 
 
 @pytest.mark.volume
