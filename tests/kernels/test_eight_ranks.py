@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.hardware import detect
 from autotax.heap import World
@@ -69,6 +70,16 @@ def ranks() -> Iterator[Ranks]:
 @pytest.mark.parametrize(("problem", "variant"), CASES, ids=str)
 def test_is_right_on_eight_ranks(ranks: Ranks, problem: Problem, variant: str) -> None:
     config = space_for(problem, detect("cpu")).default(variant)
+    for errors in ranks.run(conformance.errors_of, problem, config, CALLS):
+        assert max(errors) <= tolerance(problem)
+
+
+@pytest.mark.parametrize("streams", [2, 4])
+def test_keys_go_to_several_peers_at_once(ranks: Ranks, streams: int) -> None:
+    problem = GatherAttention(1, 8, 8, 16, 128, "bf16", WORLD, layout="zigzag")
+    space = space_for(problem, detect("cpu"))
+    config = Config.of("decomposed", space.default("decomposed").values | {"streams": streams})
+    assert config in space
     for errors in ranks.run(conformance.errors_of, problem, config, CALLS):
         assert max(errors) <= tolerance(problem)
 

@@ -15,7 +15,7 @@ from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.kernels.tiling import ProductTile
-from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
+from autotax.operators.problems import AllGatherGemm, FlashDecode, GatherAttention, GemmReduceScatter
 from autotax.spaces import Space, scaled, space_for
 from tests.spaces.drawing import CPU, H200, HARDWARE, MI300X, configs, problems
 
@@ -339,3 +339,11 @@ def test_equal_arguments_give_equal_spaces(problem: Problem, hardware: Hardware)
         assert one.variants[variant].parameters == other.variants[variant].parameters
         configs_of = (space.variants[variant].configs() for space in (one, other))
         assert all(a == b for a, b in itertools.islice(zip(*configs_of, strict=True), 500))
+
+
+@pytest.mark.parametrize(("ranks", "streams"), [(2, (1,)), (4, (1, 2)), (8, (1, 2, 4))])
+def test_copies_of_keys_go_to_several_peers_at_once_where_there_are_several(ranks: int, streams: tuple[int, ...]) -> None:
+    problem = GatherAttention(1, 32, 8, 128, 16384, "bf16", ranks, layout="zigzag")
+    for hardware, variants in ((H200, ("decomposed", "copy_engine")), (MI300X, ("decomposed",)), (CPU, ("decomposed",))):
+        space = space_for(problem, hardware)
+        assert [space.variants[variant].parameters["streams"] for variant in variants] == [streams] * len(variants)
