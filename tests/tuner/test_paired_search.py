@@ -16,7 +16,7 @@ from autotax.operators.problems import FlashDecode
 from autotax.runner import Candidate, Effort, Measurement, Overlap
 from autotax.runner.measurement import PAIRED
 from autotax.tuner.run_recorder import measurement_of
-from autotax.tuner.search import beside
+from autotax.tuner.search import paired
 from results.search.replay_runner import ReplayRunner
 from tests.tuner.shared import GEMM, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
@@ -79,7 +79,7 @@ def test_a_search_that_goes_on_takes_the_figures_of_pairs(store: Store) -> None:
 def test_what_fails_beside_the_incumbent_is_told_as_it_is() -> None:
     good = SyntheticRunner(lambda _: 100.0).measure(GEMM, [Candidate(Config("bsp"))], Effort())[0]
     bad = Measurement(Candidate(Config("push")), "hang", "no answer")
-    assert beside(good, good, bad) is bad and beside(good, replace(bad, candidate=good.candidate), good) is good
+    assert paired(good, good, bad) is bad and paired(good, replace(bad, candidate=good.candidate), good) is good
     assert bad.score_us is None and good.score_us == good.latency_us
 
 
@@ -87,7 +87,7 @@ def test_a_replayed_runner_answers_pairs() -> None:
     configs = [Candidate(Config("bsp")), Candidate(Config.of("push", block_m=64))]
     live = SyntheticRunner(lambda config: 130.0 if config.variant == "bsp" else 100.0, noise=0.0)
     first, second = ReplayRunner((GEMM, m) for m in live.measure(GEMM, configs, Effort())).measure(GEMM, configs, Effort())
-    assert beside(first, first, second).conditions[PAIRED]["ratio"] == pytest.approx(100 / 130, abs=1e-4)
+    assert paired(first, first, second).conditions[PAIRED]["ratio"] == pytest.approx(100 / 130, abs=1e-4)
 
 
 @pytest.mark.volume

@@ -361,7 +361,7 @@ class CopiedKeys(Kernel[GatherAttention]):
         self.arrived, self.begun = context.flags(world), context.flags(world)
         self.ticket = context.empty((1,), self.begun.dtype)
         self.peers = [(rank + hop) % world for hop in range(1, world)]
-        self.beside = context.streams(min(config["streams"], len(self.peers)))
+        self.beside = context.streams(min(int(config.values.get("streams", 1)), len(self.peers)))
         self.calls = 0
 
     @staticmethod
