@@ -19,6 +19,9 @@ LONGEST = 60
 """Most characters of a value that a message repeats."""
 LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 """Keys of modules that are not quantised."""
+MOST_REPEATS = 6
+"""Most repeats in an expression: each multiplies the tries by up to the letters of a name."""
+_REPEATS, _REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
 _OUTER = re.compile(r"((model|language_model|text_model)\.)+")
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 """The names of a decoder's parents, alone and in a model of several media."""
@@ -46,10 +49,7 @@ class Modules:
 
     @cached_property
     def _patterns(self) -> list[re.Pattern[str]]:
-        try:
-            own = [re.compile(entry.removeprefix("re:")) for entry in self.entries if entry.startswith("re:")]
-        except re.error as error:
-            raise UsageError(f"quantization_config names modules by {error.pattern!r} ({error}): give another --model") from None
+        own = [_compiled(entry.removeprefix("re:")) for entry in self.entries if entry.startswith("re:")]
         wild = (entry.removesuffix("*").rstrip(".") for entry in self.entries if not entry.startswith("re:"))
         return own + [re.compile(translate(name)) for name in wild if "*" in name]
 
@@ -126,6 +126,18 @@ def _of_compressed_tensors(stated: Mapping[str, Any]) -> tuple[str, str]:
     if not dynamic and how == ("tensor", "tensor"):
         return "static", ""
     return "", f"by {_short(how[0])} for {'dynamic' if dynamic else 'static'} inputs by {_short(how[1])}"
+
+
+def _compiled(expression: str) -> re.Pattern[str]:
+    """An expression of a stranger's file. Raises UsageError for one that may take forever, which no signal would end."""
+    names = f"quantization_config names modules by {_short(expression)!r}"
+    if len(_REPEATS.findall(expression)) > MOST_REPEATS or _REPEATED_GROUP.search(expression):
+        limit = f"expressions repeat no groups, and repeat at most {MOST_REPEATS} times"
+        raise UsageError(f"{names}; {limit}: give another --model")
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise UsageError(f"{names} ({error}): give another --model") from None
 
 
 def _group(stated: Mapping[str, Any]) -> Mapping[str, Any]:
