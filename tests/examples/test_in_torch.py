@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 GATHER, NORM = AllGatherGemm(256, 96, 64, "fp32", "m", 2), AllReduceNorm(16, 256, "fp32", 2, quant="row")
 ATTENTION = GatherAttention(1, 4, 2, 16, 64, "bf16", 2, layout="zigzag")
 EXAMPLES: dict[str, tuple[Problem, str, list[str]]] = {
-    "in_torch": (GATHER, "decomposed", ["layer: (256, 96)", "attention: (2, 8, 16)", *["runs bulk-synchronous"] * 9]),
+    "in_torch": (GATHER, "decomposed", ["layer: (256, 96)", "attention: (2, 8, 16)", *["runs bulk-synchronous"] * 8]),
     "all_reduce_norm": (NORM, "one_shot", ["relative error"]),
     "gather_attention": (ATTENTION, "push", ["relative error"]),
 }
