@@ -265,8 +265,8 @@ def test_thresholds_are_the_buckets_of_winners(tmp_path: Path) -> None:
     db = database(tmp_path / "a.db", kept)
     assert token_ranges(N, K // WORLD, "fp32", WORLD, db=db) == [(5, 64), (97, 256)], "all take the same time"
     assert token_ranges(N, K, "fp32", WORLD, db=db) == []
-    assert norm_ranges(HIDDEN, "fp32", WORLD, db=norm_winners(tmp_path / "c.db", 1)) == [(7, 8)]
-    assert merge_ranges(HEADS, DIM, "fp32", WORLD, db=merge_winners(tmp_path / "b.db")) == [(7, 8)]
+    assert norm_ranges(HIDDEN, "fp32", WORLD, db=norm_winners(tmp_path / "c.db", 1)) == [(4, 8)]
+    assert merge_ranges(HEADS, DIM, "fp32", WORLD, db=merge_winners(tmp_path / "b.db")) == [(4, 8)]
 
 
 @pytest.mark.parametrize(("plugin", "name"), [(vllm, "vLLM"), (sglang, "SGLang")])
