@@ -211,7 +211,7 @@ def _forms(name: str, quantized: Quantization, sizes: Sizes) -> list[str]:
 
 
 def _notes_of(quantized: Quantization, layers: Sequence[Linear], dtype: str) -> list[str]:
-    """Which weights are not FP8, or whose plugin leaves them."""
+    """Names the weights that are not FP8, and the plugin that leaves some to its engine."""
     if quantized.reason:
         left = f"its weights are quantized {quantized.reason}, which plugins leave to the engine"
         return [f"{left}; these are the problems of {dtype} weights"]

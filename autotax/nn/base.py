@@ -61,7 +61,7 @@ class SizeChoice:
 
 
 class Request(NamedTuple):
-    """What a module looks up: the conditions of winners, a config to use instead, and the sizes to prepare for."""
+    """A module's look-up: the conditions of winners, a config to use instead, and the sizes to prepare for."""
 
     conditions: Conditions | None
     config: Config | None

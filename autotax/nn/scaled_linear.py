@@ -349,7 +349,7 @@ class ScaledLinear(ScaledNormed):
                     raise UsageError(NO_GRADIENT)
                 if is_compiling():
                     raise UsageError(NO_COMPILED_GRADIENT)
-                # Dynamo, which is slow to import, would trace this frame between graphs.
+                # Dynamo would trace this frame between graphs. It is slow to import.
                 record = _untraced_record() if "torch._dynamo" in sys.modules else ScaledLinear._record
                 result: Tensor = record(self, x, out, residual)
                 return result
