@@ -22,7 +22,7 @@ SIZES = ("m", "n", "k", "world_size", "weight", "shard", "output")
 
 
 def sizes_of(problem: Problem) -> tuple[object, ...]:
-    """What a problem in FP8 has in common with that in bf16."""
+    """The fields that a problem in FP8 shares with that in bf16."""
     return (problem.op, *(getattr(problem, field.name) for field in fields(problem) if field.name in SIZES))
 
 

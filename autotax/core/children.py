@@ -1,4 +1,4 @@
-"""What a child process gets from its parent: a path for its imports, and an end with it."""
+"""A child process gets a path for its imports from its parent, and ends with it."""
 
 from __future__ import annotations
 

@@ -134,13 +134,20 @@ def _fitting(
 
 
 def _nearest(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
-    for winner in _by_distance(problem, _current(source.index.of_bucket(problem.key), here)):
-        config, sizes = winner.config, _sizes(winner.problem_key, problem)
-        difference = _difference(problem, sizes)
-        share = _kept_share(problem, sizes, config)
-        if _expected_to_help(problem, here, winner, share, f"the nearest winner, {difference},", refused):
-            why = f"{source.origin}the nearest in its bucket, {difference}; {_margin(winner)} there"
-            return _tuned(winner, "nearest", why)
+    bucket = _current(source.index.of_bucket(problem.key), here)
+    return _helpful(problem, here, source, bucket, refused, "nearest winner", "nearest in its bucket", LEAST_EXPECTED)
+
+
+def _helpful(
+    problem: Problem, here: Place, source: Source, winners: Sequence[IndexedWinner], refused: list[str], name: str, place: str,
+    least: float,
+) -> Answer | None:  # fmt: skip
+    """The nearest of the winners of other sizes that fits and is expected to be `least` times as fast as BSP here."""
+    for winner in _by_distance(problem, winners):
+        sizes = _sizes(winner.problem_key, problem)
+        difference, share = _difference(problem, sizes), _kept_share(problem, sizes, winner.config)
+        if _expected_to_help(problem, here, winner, share, f"the {name}, {difference},", refused, least):
+            return _tuned(winner, "nearest", f"{source.origin}the {place}, {difference}; {_margin(winner)} there")
     return None
 
 
@@ -241,15 +248,10 @@ def _above(problem: Problem, here: Place, source: Source, family: Family, refuse
 
     def is_above(winner: IndexedWinner) -> bool:
         ratios = [size / getattr(problem, name) for name, size in _sizes(winner.problem_key, problem).items()]
-        return len(ratios) == 1 and 1 < ratios[0] <= MOST_ABOVE
+        return len(ratios) == 1 and 1 < ratios[0] <= MOST_ABOVE and winner.config.variant != "bsp"
 
-    greater = filter(is_above, _current(family, here))
-    for winner in _by_distance(problem, [winner for winner in greater if winner.config.variant != "bsp"]):
-        sizes = _sizes(winner.problem_key, problem)
-        difference, share = _difference(problem, sizes), _kept_share(problem, sizes, winner.config)
-        if _expected_to_help(problem, here, winner, share, f"the next greater winner, {difference},", refused, LEAST_ABOVE):
-            return _tuned(winner, "nearest", f"{source.origin}the next greater size, {difference}; {_margin(winner)} there")
-    return None
+    greater = [winner for winner in _current(family, here) if is_above(winner)]
+    return _helpful(problem, here, source, greater, refused, "next greater winner", "next greater size", LEAST_ABOVE)
 
 
 def _least_of_bsp(winner: IndexedWinner) -> float:

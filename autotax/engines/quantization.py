@@ -21,7 +21,7 @@ LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"
 """Keys of modules that are not quantised."""
 MOST_REPEATS = 6
 """Most repeats in an expression: each multiplies the tries by up to the letters of a name."""
-_REPEATS, _REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
+_REPEATS, _REPEATED_GROUP = re.compile(r"[*+{]|(?<![(*+?}])\?"), re.compile(r"\)[*+{]")
 _OUTER = re.compile(r"((model|language_model|text_model)\.)+")
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 """The names of a decoder's parents, alone and in a model of several media."""

@@ -14,7 +14,7 @@ SLOW_ALL = {"gpu": 1.10, "cpu": 2.0}
 
 @dataclass(frozen=True)
 class Reading:
-    """What the yardstick of one rank measured."""
+    """The measurement of one rank's yardstick."""
 
     us: float
     """Microseconds of the whole work."""

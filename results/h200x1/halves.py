@@ -1,4 +1,4 @@
-"""What an order of work for the two halves of the L2 could gain on Hopper, on one GPU: rates of reads alone.
+"""Rates of reads in orders that know the two halves of Hopper's L2, and in others. One GPU.
 
     PYTHONPATH=. python results/h200x1/halves.py > results/h200x1/halves.txt
 
@@ -81,7 +81,7 @@ def kernel_of(name: str) -> torch.cuda._utils._CudaKernel:
 
 
 def halves(processors: int) -> tuple[dict[int, int], list[float]]:
-    """The half of each processor, by the sign of the correlation of its cycles with the first one's; and these correlations."""
+    """Each processor's half, and the correlation of its cycles with those of the first processor, whose sign tells the half."""
     lines = torch.zeros(LINES * STRIDE, dtype=torch.int32, device="cuda")
     taken = torch.zeros(processors, LINES, dtype=torch.int32, device="cuda")
     places = torch.zeros(processors, dtype=torch.int32, device="cuda")

@@ -159,7 +159,7 @@ def test_a_caller_says_how_inputs_are_quantised() -> None:
         assert not any("quantized" in note for note in architecture.notes)
 
 
-@pytest.mark.parametrize("expression", ["(a+)+b", "(w|w)*x", ".*.*.*.*.*.*.*x"])
+@pytest.mark.parametrize("expression", ["(a+)+b", "(w|w)*x", ".*.*.*.*.*.*.*x", r"\w?" * 30 + "!"])
 def test_an_expression_that_may_take_forever_is_refused(expression: str) -> None:
     config = LLAMA_70B | {"quantization_config": compressed(BLOCKS, BY_GROUP, ignore=[f"re:{expression}"])}
     with pytest.raises(UsageError, match="expressions repeat no groups, and repeat at most 6 times: give another --model"):

@@ -53,7 +53,7 @@ AGREED = [
     if (isinstance(problem, AllReduceNorm) and variant != "bsp")
     or (isinstance(problem, GemmReduceScatter) and problem.output == "replicated")
 ]
-"""What promises equal bits on all ranks."""
+"""Problems and variants that promise equal bits on all ranks."""
 CALLS = 3
 
 pytestmark = [pytest.mark.volume, pytest.mark.timeout(300)]

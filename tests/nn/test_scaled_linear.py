@@ -407,7 +407,7 @@ def gradients(world: World, kind: str) -> list[float]:
 
 
 def gradients_between_graphs(world: World, kind: str) -> list[str]:
-    """What is wrong with gradients of a compiled program whose first recorded call prepares the backward; then refusals."""
+    """Faults of gradients of a compiled program whose first recorded call prepares the backward, and of its refusals."""
     weight, scales = weight_of("row", world.rank)
     wide = torch.nn.Parameter(dequantised(weight, scales, "row", weight=True).bfloat16())
     layers = [LAYERS[kind](weight, None, M * WORLD, scales=scales, quantize="row", backward_weight=b) for b in (wide, None)]
